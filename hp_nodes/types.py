@@ -1,0 +1,212 @@
+"""What flows along the edges of a graph.
+
+Two envelopes travel from node to node. Both are frozen: a node takes one, fills in what it knows and hands on a copy,
+so a person can stop behind any node and look.
+
+* :class:`Window`: this data-parallel rank's part of up to ``balance_window_size`` rounds that are planned together.
+* :class:`MicroBatch`: what one forward/backward consumes on one rank.
+
+The values inside them (:class:`SampleKey`, :class:`SampleMetadata`, :class:`WorkloadCost`, :class:`PackingPlan`,
+:class:`PlanReport`, :class:`BalanceReport`) are plain data. This module imports neither torch.distributed nor torchdata.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "BalanceReport",
+    "MicroBatch",
+    "PackingPlan",
+    "PlanReport",
+    "SampleKey",
+    "SampleMetadata",
+    "Window",
+    "WorkloadCost",
+]
+
+
+class SampleKey(NamedTuple):
+    """Which sample this is. Keys are unique within an epoch and ordered as the sampler chose the samples.
+
+    ``position`` is the occurrence position: the record's place in the epoch's global order, unique even when an index
+    repeats. ``index`` is the record's dataset index. ``part`` numbers the sequences of a split record; 0 for a whole one.
+    """
+
+    position: int
+    index: int
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadCost:
+    """What one sample costs, by where the time is spent. Any unit, the same for all samples; ``llm`` is what is balanced.
+
+    Raises:
+        ValueError: a component is negative, infinite or NaN.
+    """
+
+    io: float = 0.0
+    transform: float = 0.0
+    encoder: float = 0.0
+    llm: float = 0.0
+    memory: float = 0.0
+    communication: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"cost component {name!r} is {value!r}; accepted: a finite number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMetadata:
+    """What planning needs to know of a sample.
+
+    Args:
+        pack_tokens: tokens the packer will place, special tokens included; at least 1.
+        cost: what the sample costs, when no cost model computes it.
+        features: named numbers that a cost model or a balancing algorithm may read.
+        packing_costs: what the sample takes of each named packing budget; finite, at least 0.
+        sample_id: anything that helps a person find the sample; it does not leave the rank.
+
+    Raises:
+        ValueError: ``pack_tokens`` or a packing cost is out of range.
+    """
+
+    pack_tokens: int
+    cost: WorkloadCost = field(default_factory=WorkloadCost)
+    features: Mapping[str, float] = field(default_factory=dict)
+    packing_costs: Mapping[str, float] = field(default_factory=dict)
+    sample_id: Any = None
+
+    def __post_init__(self) -> None:
+        tokens = self.pack_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 1:
+            raise ValueError(f"pack_tokens is {tokens!r}; accepted: an int >= 1")
+        for name, value in self.packing_costs.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"packing cost {name!r} is {value!r}; accepted: a finite number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a plan did to one window, or (summed) to a step. Arrays have one row a data-parallel rank, one column a round.
+
+    ``before``, ``after`` and ``lower_bound`` are values of the objective, in the unit of the costs and computed from the
+    same quantised costs. ``gain`` is ``1 - after / before`` of the plan that was found, even when it was not used.
+    Without a reference ``before``, ``gain`` and the ``*_before`` arrays are None.
+    """
+
+    objective: str
+    before: float | None
+    after: float
+    lower_bound: float
+    gain: float | None
+    threshold: float
+    accepted: bool
+    seconds: float
+    costs_before: NDArray[np.float64] | None
+    costs_after: NDArray[np.float64]
+    tokens_before: NDArray[np.int64] | None
+    tokens_after: NDArray[np.int64]
+    samples_before: NDArray[np.int64] | None
+    samples_after: NDArray[np.int64]
+    padding: int
+    """Tokens of padding over all bins after planning (the number of bins and tokens is the plan's, so it does not change)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    """Which bin each sample of a window goes to, over all ranks.
+
+    ``bins`` is int32[N], ``bin = (rank * num_rounds + round) * local_batch_size + slot``; ``oversized`` is
+    bool[ranks * rounds * slots], True where a bin holds one sample longer than ``seq_len``.
+    """
+
+    bins: NDArray[np.int32]
+    oversized: NDArray[np.bool_]
+    report: PlanReport
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceReport:
+    """The plan of a window and what carrying it out took; the one on a micro-batch that ends a step is the step's.
+
+    ``samples_sent``/``samples_received`` and ``bytes_sent``/``bytes_received`` are this rank's. ``skipped`` counts the
+    records replaced because they could not be read, ``dropped`` the samples at the epoch's end that fill no step.
+    """
+
+    plan: PlanReport
+    samples_sent: int = 0
+    samples_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    skipped: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """This rank's part of the rounds that are planned together. Nodes fill the fields below the line as it passes.
+
+    Until the plan is carried out, ``keys`` and the fields beside it describe the samples that this rank's sampler chose;
+    after the Router (or a SampleReader behind the Planner) those that the plan gave it, in packing order.
+    """
+
+    epoch: int
+    step: int
+    first_round: int
+    num_rounds: int
+    ends_step: bool
+    ends_epoch: bool
+    keys: tuple[SampleKey, ...]
+    # ---- filled on the way
+    samples: tuple[Any, ...] | None = None
+    """One record, or one sequence of a split record, for each key. By SampleReader; Splitter."""
+    reference: NDArray[np.int32] | None = None
+    """int32[n]: the local bin (``round * local_batch_size + slot``) of each sample without balancing. By WindowSampler."""
+    metadata: tuple[SampleMetadata, ...] | None = None
+    """By MetadataDeriver, for the samples this rank's sampler chose."""
+    costs: NDArray[np.float64] | None = None
+    """float64[n]: the ``llm`` cost of each. By MetadataDeriver."""
+    plan: PackingPlan | None = None
+    """Over all ranks. By Planner."""
+    planned_keys: tuple[SampleKey, ...] | None = None
+    """The keys that the plan gave to this rank, ordered by bin. By Planner."""
+    bins: NDArray[np.int32] | None = None
+    """int32[len(planned_keys)]: the local bin of each planned key. By Planner."""
+    packed: tuple[tuple[Any, ...], ...] | None = None
+    """``packed[round][slot]`` is one packed bin. By Packer."""
+    report: BalanceReport | None = None
+    """By Planner; Router adds what moved."""
+    dropped: int = 0
+    """Samples at the epoch's end that fill no step; on the epoch's last window. By WindowSampler."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch of this rank and where it stands. ``data`` is what the training loop gets.
+
+    ``num_tokens`` counts tokens without padding and ``num_label_tokens`` those with a label, when the batch tells.
+    ``positions`` (occurrence positions of the records inside) and ``report`` are None on model peers.
+    """
+
+    data: Any
+    epoch: int
+    step: int
+    round: int
+    ends_window: bool
+    ends_step: bool
+    ends_epoch: bool
+    positions: tuple[int, ...] | None = None
+    num_tokens: int | None = None
+    num_label_tokens: int | None = None
+    report: BalanceReport | None = None
