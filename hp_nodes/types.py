@@ -121,6 +121,12 @@ class PlanReport:
     samples_after: NDArray[np.int64]
     padding: int
     """Tokens of padding over all bins after planning (the number of bins and tokens is the plan's, so it does not change)."""
+    work: float = 0.0
+    """Cost that any plan must carry, over all ranks, without initial loads."""
+    largest_sample: float = 0.0
+    """The cost of the most expensive sample."""
+    note: str = ""
+    """What limits the plan, when that can be told: for example one sample that outweighs a rank's fair share."""
 
 
 @dataclass(frozen=True, slots=True)

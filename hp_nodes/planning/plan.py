@@ -1,0 +1,147 @@
+"""From a problem to a plan: candidates, the gate, and the report."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_nodes.planning.algorithm import BalancingAlgorithm, assign_checked, score
+from hp_nodes.planning.bounds import Bound, lower_bound
+from hp_nodes.planning.feasibility import explain_infeasible, refuse_hopeless
+from hp_nodes.planning.greedy import exchange_bins, longest_first
+from hp_nodes.planning.instance import Instance
+from hp_nodes.planning.objectives import check_objective, evaluate
+from hp_nodes.planning.problem import PackingProblem
+from hp_nodes.planning.report import relative_gain
+from hp_nodes.types import PackingPlan, PlanReport
+
+__all__ = ["plan_packing"]
+
+
+def plan_packing(
+    problem: PackingProblem,
+    objective: str = "lockstep",
+    min_balance_gain: float = 0.0,
+    algorithm: BalancingAlgorithm | None = None,
+) -> PackingPlan:
+    """Puts every sample into a bin, so that the objective is as low as can be found, and says how far that is.
+
+    A pure function of its arguments: the same plan on every machine and, with keys, for every order of the samples.
+    With a reference, a plan is used only when its relative gain is strictly greater than ``min_balance_gain``;
+    otherwise ``bins`` equals the reference. A reference with an empty bin cannot be used, so there the plan always is.
+
+    Args:
+        objective: ``"lockstep"``, ``"makespan"`` or ``"balance"``; ignored with an algorithm of one's own.
+        min_balance_gain: at least 0 and below 1.
+        algorithm: plans and judges in the built-in planner's place.
+
+    Raises:
+        ValueError: an argument is out of range; the samples cannot fill the bins, or do not fit them (it says how many
+            bins they need); the algorithm broke a constraint.
+    """
+    started = time.perf_counter()
+    check_objective(objective)
+    gate = float(min_balance_gain)
+    if not 0 <= gate < 1:
+        raise ValueError(f"min_balance_gain is {min_balance_gain!r}; accepted: 0 <= x < 1")
+    refuse_hopeless(problem)
+    instance = Instance.of(problem, carries_loads=algorithm is None and objective == "makespan")
+    judge = _Judge(instance, objective, algorithm)
+    if algorithm is not None:
+        found = instance.canonical(assign_checked(algorithm, problem))
+    else:
+        found = _search(problem, instance, objective)
+    reference = instance.reference
+    usable = reference is not None and len(np.unique(reference)) == instance.num_bins
+    before = None if reference is None else judge(reference)
+    gain = None if before is None else relative_gain(before, judge(found))
+    accepted = gain is None or gain > gate or not usable
+    used = found if accepted or reference is None else reference
+    bins = instance.in_order_given(used)
+    return PackingPlan(
+        bins=bins,
+        oversized=problem.oversized_bins(bins),
+        report=_report(instance, judge, used, before, gain, gate, accepted, started),
+    )
+
+
+class _Judge:
+    """The objective of bins, in the unit of the costs."""
+
+    def __init__(self, instance: Instance, objective: str, algorithm: BalancingAlgorithm | None) -> None:
+        self.instance = instance
+        self.algorithm = algorithm
+        self.objective = objective if algorithm is None else type(algorithm).__name__
+
+    def __call__(self, bins: NDArray[np.int32]) -> float:
+        loads = self.instance.loads(bins)
+        if self.algorithm is not None:
+            return score(self.algorithm, loads / self.instance.scale)
+        value = evaluate(self.objective, loads, self.instance.initial)
+        return value if self.objective == "balance" else value / self.instance.scale
+
+    def bound(self) -> Bound:
+        if self.algorithm is not None:
+            return Bound(float("nan"), 0.0, 0.0, False)
+        found = lower_bound(self.instance, self.objective)
+        unit = 1.0 if self.objective == "balance" else self.instance.scale
+        return Bound(
+            found.value / unit,
+            found.work / self.instance.scale,
+            found.largest_sample / self.instance.scale,
+            found.limited_by_sample,
+        )
+
+
+def _search(problem: PackingProblem, instance: Instance, objective: str) -> NDArray[np.int32]:
+    candidates = [longest_first(instance, objective)]
+    if instance.reference is not None:
+        candidates.append(exchange_bins(instance, instance.reference, objective))
+    found = [bins for bins in candidates if bins is not None and (np.bincount(bins, minlength=instance.num_bins) > 0).all()]
+    if not found:
+        raise ValueError(explain_infeasible(problem))
+    return min(found, key=lambda bins: evaluate(objective, instance.loads(bins), instance.initial))
+
+
+def _report(
+    instance: Instance,
+    judge: _Judge,
+    used: NDArray[np.int32],
+    before: float | None,
+    gain: float | None,
+    gate: float,
+    accepted: bool,
+    started: float,
+) -> PlanReport:
+    reference = instance.reference
+    bound = judge.bound()
+    tokens = instance.used_tokens(used)
+    return PlanReport(
+        objective=judge.objective,
+        before=before,
+        after=judge(used),
+        lower_bound=bound.value,
+        gain=gain,
+        threshold=gate,
+        accepted=accepted,
+        seconds=time.perf_counter() - started,
+        costs_before=None if reference is None else instance.loads(reference) / instance.scale,
+        costs_after=instance.loads(used) / instance.scale,
+        tokens_before=None if reference is None else _grid(instance, instance.used_tokens(reference)),
+        tokens_after=_grid(instance, tokens),
+        samples_before=None if reference is None else _grid(instance, np.bincount(reference, minlength=instance.num_bins)),
+        samples_after=_grid(instance, np.bincount(used, minlength=instance.num_bins)),
+        padding=int(np.maximum(instance.capacity - tokens, 0).sum()),
+        work=bound.work,
+        largest_sample=bound.largest_sample,
+        note=_LARGEST if bound.limited_by_sample else "",
+    )
+
+
+_LARGEST = "the most expensive sample alone limits the plan; a wider window spreads the rest over more rounds"
+
+
+def _grid(instance: Instance, of_bins: NDArray[np.int64]) -> NDArray[np.int64]:
+    return of_bins.reshape(instance.ranks, instance.rounds, instance.slots).sum(axis=2)
