@@ -1,0 +1,174 @@
+"""One error for every rank: what failed, where, and the original traceback as text.
+
+Inside a node, :class:`failing_at` notes on any exception which node and sample it belongs to, without changing its type,
+so a node that is used alone raises what the user's function raised. Where ranks communicate, the exception becomes a
+:class:`DataPlaneError`, travels as text, and is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from types import TracebackType
+from typing import Any
+
+from hp_nodes.types import SampleKey
+
+__all__ = ["DataPlaneError", "failing_at"]
+
+_LOCATION = "_hp_nodes_location"
+
+
+class DataPlaneError(RuntimeError):
+    """A failure somewhere in the data plane, raised at the same micro-batch on every rank.
+
+    Attributes:
+        rank: global rank on which it happened; None when it is nobody's alone.
+        node: name of the node that failed.
+        epoch, step: where in the run.
+        sample: what is known of the sample, as text.
+        message: type and text of the original exception.
+        original_traceback: its traceback as text, from the rank where it happened.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        node: str | None = None,
+        epoch: int | None = None,
+        step: int | None = None,
+        sample: str | None = None,
+        original_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.node = node
+        self.epoch = epoch
+        self.step = step
+        self.sample = sample
+        self.original_traceback = original_traceback
+        self.agreed = False
+        """True once every rank knows of it, so that nobody announces it again."""
+
+    def __str__(self) -> str:
+        places = [
+            f"{label} {value}"
+            for label, value in (
+                ("rank", self.rank),
+                ("node", self.node),
+                ("epoch", self.epoch),
+                ("step", self.step),
+                ("sample", self.sample),
+            )
+            if value is not None
+        ]
+        head = f"[{', '.join(places)}] {self.message}" if places else self.message
+        return f"{head}\n--- traceback on rank {self.rank} ---\n{self.original_traceback}" if self.original_traceback else head
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_fields, (self.to_fields(), self.agreed)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain values, enough for :meth:`from_fields` on another rank."""
+        return {
+            "message": self.message,
+            "rank": self.rank,
+            "node": self.node,
+            "epoch": self.epoch,
+            "step": self.step,
+            "sample": self.sample,
+            "original_traceback": self.original_traceback,
+        }
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.to_fields()).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> DataPlaneError:
+        return _from_fields(json.loads(data.decode()), False)
+
+    def copy(self) -> DataPlaneError:
+        """A fresh exception with the same content: raising one object twice would chain its tracebacks."""
+        return _from_fields(self.to_fields(), self.agreed)
+
+    @classmethod
+    def of(
+        cls,
+        error: BaseException,
+        *,
+        rank: int | None,
+        node: str | None = None,
+        epoch: int | None = None,
+        step: int | None = None,
+    ) -> DataPlaneError:
+        """What ``error`` says, located as precisely as is known; the arguments fill what nobody noted on it."""
+        if isinstance(error, DataPlaneError):
+            return error
+        noted = getattr(error, _LOCATION, {})
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(
+            f"{type(error).__name__}: {error}",
+            rank=rank,
+            node=noted.get("node", node),
+            epoch=noted.get("epoch", epoch),
+            step=noted.get("step", step),
+            sample=noted.get("sample"),
+            original_traceback=text,
+        )
+
+
+def _from_fields(fields: dict[str, Any], agreed: bool) -> DataPlaneError:
+    message = fields.pop("message")
+    error = DataPlaneError(message, **fields)
+    error.agreed = agreed
+    return error
+
+
+class failing_at:
+    """Context: an exception from inside belongs to ``node`` and, when given, to a step and a sample.
+
+    The innermost context wins. A StopIteration from a user's function would end the epoch silently, so it becomes a
+    RuntimeError here.
+    """
+
+    __slots__ = ("_epoch", "_key", "_node", "_step")
+
+    def __init__(self, node: str, *, epoch: int | None = None, step: int | None = None, key: SampleKey | None = None):
+        self._node = node
+        self._epoch = epoch
+        self._step = step
+        self._key = key
+
+    def at(self, key: SampleKey | None) -> None:
+        """The sample that is worked on from here, so that one context serves a loop."""
+        self._key = key
+
+    def __enter__(self) -> failing_at:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None or isinstance(error, DataPlaneError):
+            return
+        if isinstance(error, StopIteration):
+            stopped = RuntimeError(f"{self._node}: the user's function raised StopIteration, which would end the epoch")
+            self._note(stopped)
+            raise stopped from error
+        self._note(error)
+
+    def _note(self, error: BaseException) -> None:
+        if hasattr(error, _LOCATION):
+            return
+        noted: dict[str, Any] = {"node": self._node}
+        if self._epoch is not None:
+            noted["epoch"] = self._epoch
+        if self._step is not None:
+            noted["step"] = self._step
+        if self._key is not None:
+            noted["sample"] = f"position {self._key.position}, index {self._key.index}, part {self._key.part}"
+        try:
+            setattr(error, _LOCATION, noted)
+        except AttributeError:
+            return  # an exception type without a __dict__: it stays whole, only less precisely located

@@ -1,0 +1,37 @@
+"""The transport of one rank: every exchange returns at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hp_nodes.transport.protocol import Bytes, ConsumerClock
+
+__all__ = ["SingleRankTransport"]
+
+
+class SingleRankTransport:
+    """A group of one."""
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.rank = 0
+        self.size = 1
+        self.global_ranks = (global_rank,)
+        self.clock = ConsumerClock()
+        self.exchanges = 0
+
+    def all_gather(self, local: Bytes, where: str) -> Bytes:
+        self.exchanges += 1
+        return local[None].copy()
+
+    def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
+        self.exchanges += 1
+
+    def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
+        self.exchanges += 1
+        return send.copy()
+
+    def interrupt(self) -> None:
+        """Nothing ever runs that could be interrupted."""
+
+    def close(self) -> None:
+        """Nothing is held."""
