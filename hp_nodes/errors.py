@@ -7,6 +7,7 @@ so a node that is used alone raises what the user's function raised. Where ranks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any
 
 from hp_nodes.types import SampleKey
 
-__all__ = ["DataPlaneError", "failing_at"]
+__all__ = ["DataPlaneError", "failing_at", "note_location"]
 
 _LOCATION = "_hp_nodes_location"
 
@@ -127,6 +128,28 @@ def _from_fields(fields: dict[str, Any], agreed: bool) -> DataPlaneError:
     return error
 
 
+def note_location(
+    error: BaseException,
+    node: str,
+    *,
+    epoch: int | None = None,
+    step: int | None = None,
+    key: SampleKey | None = None,
+) -> None:
+    """Write on ``error`` where it happened, unless somebody closer to it already did."""
+    if isinstance(error, DataPlaneError) or hasattr(error, _LOCATION):
+        return
+    noted: dict[str, Any] = {"node": node}
+    if epoch is not None:
+        noted["epoch"] = epoch
+    if step is not None:
+        noted["step"] = step
+    if key is not None:
+        noted["sample"] = f"position {key.position}, index {key.index}, part {key.part}"
+    with contextlib.suppress(AttributeError):  # a type without a __dict__ stays whole, only less precisely located
+        setattr(error, _LOCATION, noted)
+
+
 class failing_at:
     """Context: an exception from inside belongs to ``node`` and, when given, to a step and a sample.
 
@@ -159,16 +182,4 @@ class failing_at:
         self._note(error)
 
     def _note(self, error: BaseException) -> None:
-        if hasattr(error, _LOCATION):
-            return
-        noted: dict[str, Any] = {"node": self._node}
-        if self._epoch is not None:
-            noted["epoch"] = self._epoch
-        if self._step is not None:
-            noted["step"] = self._step
-        if self._key is not None:
-            noted["sample"] = f"position {self._key.position}, index {self._key.index}, part {self._key.part}"
-        try:
-            setattr(error, _LOCATION, noted)
-        except AttributeError:
-            return  # an exception type without a __dict__: it stays whole, only less precisely located
+        note_location(error, self._node, epoch=self._epoch, step=self._step, key=self._key)

@@ -13,14 +13,15 @@ The values inside them (:class:`SampleKey`, :class:`SampleMetadata`, :class:`Wor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Assignment",
     "BalanceReport",
     "MicroBatch",
     "PackingPlan",
@@ -160,11 +161,33 @@ class BalanceReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Assignment:
+    """What the plan of a window means for one rank: the samples it is given, in packing order, and where its own go."""
+
+    positions: NDArray[np.int64]
+    """int64[m]: occurrence position of each sample given to this rank."""
+    parts: NDArray[np.int32]
+    """int32[m]: which sequence of its record."""
+    indices: NDArray[np.int64] | None
+    """int64[m]: dataset index; None where samples were read before they were planned (the index then travels with them)."""
+    bins: NDArray[np.int32]
+    """int32[m]: local bin, ``round * local_batch_size + slot``; ascending."""
+    tokens: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    origins: NDArray[np.int32]
+    """int32[m]: data rank that holds each sample now."""
+    targets: NDArray[np.int32]
+    """int32[n]: data rank that each sample of this rank's own window goes to."""
+    moves: bool
+    """Whether any sample of any rank changes rank; the same on all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """This rank's part of the rounds that are planned together. Nodes fill the fields below the line as it passes.
 
-    Until the plan is carried out, ``keys`` and the fields beside it describe the samples that this rank's sampler chose;
-    after the Router (or a SampleReader behind the Planner) those that the plan gave it, in packing order.
+    Until the plan is carried out, ``keys`` and the fields of the same length describe the samples that this rank's sampler
+    chose; after the Router (or a SampleReader behind the Planner) those that the plan gave it, in packing order.
     """
 
     epoch: int
@@ -175,26 +198,42 @@ class Window:
     ends_epoch: bool
     keys: tuple[SampleKey, ...]
     # ---- filled on the way
-    samples: tuple[Any, ...] | None = None
-    """One record, or one sequence of a split record, for each key. By SampleReader; Splitter."""
     reference: NDArray[np.int32] | None = None
     """int32[n]: the local bin (``round * local_batch_size + slot``) of each sample without balancing. By WindowSampler."""
+    samples: tuple[Any, ...] | None = None
+    """One record, or one sequence of a split record, for each key. By SampleReader; Splitter; Router."""
     metadata: tuple[SampleMetadata, ...] | None = None
-    """By MetadataDeriver, for the samples this rank's sampler chose."""
+    """For the samples this rank's sampler chose. By MetadataDeriver."""
+    tokens: NDArray[np.int64] | None = None
+    """int64[n]: ``pack_tokens`` of each. By MetadataDeriver."""
     costs: NDArray[np.float64] | None = None
     """float64[n]: the ``llm`` cost of each. By MetadataDeriver."""
     plan: PackingPlan | None = None
     """Over all ranks. By Planner."""
-    planned_keys: tuple[SampleKey, ...] | None = None
-    """The keys that the plan gave to this rank, ordered by bin. By Planner."""
+    assignment: Assignment | None = None
+    """The plan, as seen from this rank. By Planner."""
     bins: NDArray[np.int32] | None = None
-    """int32[len(planned_keys)]: the local bin of each planned key. By Planner."""
+    """int32[n]: the planned local bin of each sample, ascending. By Router, or SampleReader behind the Planner."""
     packed: tuple[tuple[Any, ...], ...] | None = None
     """``packed[round][slot]`` is one packed bin. By Packer."""
     report: BalanceReport | None = None
     """By Planner; Router adds what moved."""
     dropped: int = 0
     """Samples at the epoch's end that fill no step; on the epoch's last window. By WindowSampler."""
+
+    def take(self, places: Sequence[int]) -> Window:
+        """The window with only the samples at ``places``, in that order: for a node that filters or reorders samples."""
+        chosen = np.asarray(places, dtype=np.intp)
+        changed: dict[str, Any] = {}
+        for name in ("keys", "samples", "metadata"):
+            values = getattr(self, name)
+            if values is not None:
+                changed[name] = tuple(values[place] for place in chosen.tolist())
+        for name in ("reference", "tokens", "costs", "bins"):
+            values = getattr(self, name)
+            if values is not None:
+                changed[name] = values[chosen]
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def create_transport(topology: DataTopology, scope: Scope = "data_parallel", *, 
     if topology.global_rank not in ranks:
         raise ValueError(f"rank {topology.global_rank} is no constructor; the data-parallel group is {ranks}")
     if len(ranks) == 1:
-        return SingleRankTransport(topology.global_rank)
+        return SingleRankTransport(topology.global_rank, timeout_s)
     if topology.world is not None:
         return InProcessTransport(topology.world, ranks, ranks.index(topology.global_rank), scope, timeout_s)
     from hp_nodes.transport.distributed import GlooTransport

@@ -46,7 +46,7 @@ class GlooTransport:
         self.global_ranks = global_ranks
         self.clock = ConsumerClock()
         self.exchanges = 0
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._interrupted = False
         # torch numbers a group's members by ascending global rank; ours are numbered by data rank.
         self._places = np.argsort(np.asarray(global_ranks))
@@ -102,8 +102,8 @@ class GlooTransport:
             while not work.is_completed():
                 if self._interrupted:
                     raise self._error(f"{where}: interrupted, because this rank's loader was closed")
-                if self.clock.waited() - start > self._timeout_s:
-                    raise self._error(f"{where}: not all ranks of {self.global_ranks} arrived within {self._timeout_s} s")
+                if self.clock.waited() - start > self.timeout_s:
+                    raise self._error(f"{where}: not all ranks of {self.global_ranks} arrived within {self.timeout_s} s")
                 try:
                     work.wait(_SLICE)
                 except RuntimeError:

@@ -66,7 +66,7 @@ class InProcessTransport:
         self.clock = ConsumerClock()
         self.exchanges = 0
         self._world = world
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._interrupted = False
         self._meeting = world.meeting(global_ranks[rank], global_ranks, scope)
 
@@ -130,8 +130,8 @@ class InProcessTransport:
         if gone:
             reasons = "; ".join(f"rank {rank} {why}" for rank, why in gone.items())
             raise self._error(f"{where}: {reasons}", min(gone))
-        if self.clock.waited() - start > self._timeout_s:
-            raise self._error(f"{where}: ranks {missing} did not arrive within {self._timeout_s} s", missing[0])
+        if self.clock.waited() - start > self.timeout_s:
+            raise self._error(f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0])
 
     def _error(self, message: str, rank: int | None = None) -> DataPlaneError:
         error = DataPlaneError(message, rank=rank)

@@ -76,6 +76,8 @@ class Transport(Protocol):
     rank: int
     size: int
     global_ranks: tuple[int, ...]
+    timeout_s: float
+    """How long the consumer waits for other ranks in one exchange before it is an error."""
     clock: ConsumerClock
     exchanges: int
     """Exchanges so far, for tests and statistics."""

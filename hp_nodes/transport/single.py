@@ -12,10 +12,11 @@ __all__ = ["SingleRankTransport"]
 class SingleRankTransport:
     """A group of one."""
 
-    def __init__(self, global_rank: int = 0) -> None:
+    def __init__(self, global_rank: int = 0, timeout_s: float = 300.0) -> None:
         self.rank = 0
         self.size = 1
         self.global_ranks = (global_rank,)
+        self.timeout_s = timeout_s
         self.clock = ConsumerClock()
         self.exchanges = 0
 

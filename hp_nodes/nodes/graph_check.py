@@ -1,0 +1,80 @@
+"""Looking at a graph: what may not stand where, a drawing in text, and what flows behind a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher, Unbatcher
+
+from hp_nodes.nodes.graph import all_nodes, node_names, sources
+
+__all__ = ["check_graph", "describe", "peek"]
+
+_REFUSED = (Prefetcher, ParallelMapper, PinMemory, Unbatcher)
+
+
+def check_graph(root: BaseNode[Any]) -> None:
+    """Refuse torchdata's own threaded nodes above a node that communicates.
+
+    Raises:
+        ValueError: with the node and the reason.
+    """
+    names = node_names(root)
+    for node in all_nodes(root):
+        if not isinstance(node, _REFUSED):
+            continue
+        below = [names[id(other)] for other in all_nodes(node) if getattr(other, "communicates", False)]
+        if below:
+            raise ValueError(
+                f"torchdata's {type(node).__name__} ({names[id(node)]}) stands above {below[0]}, which communicates with other "
+                "ranks: its reset can put two threads into one source, which loses items. Put it below the Planner, or use "
+                "HostPrefetcher"
+            )
+
+
+def describe(graph: BaseNode[Any]) -> str:
+    """The graph as text, the topmost node first, each source indented below its reader; user nodes included."""
+    names = node_names(graph)
+
+    def lines(node: BaseNode[Any], depth: int) -> list[str]:
+        kind = type(node).__name__
+        label = names[id(node)] if names[id(node)] == kind else f"{names[id(node)]} ({kind})"
+        settings = ", ".join(f"{key}={value!r}" for key, value in vars(node).items() if _is_setting(key, value))
+        text = f"{'  ' * depth}{label}({settings})" if settings else f"{'  ' * depth}{label}"
+        return [text, *(line for source in sources(node) for line in lines(source, depth + 1))]
+
+    return "\n".join(lines(graph, 0))
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    hidden = key.startswith("_") or key in ("name", "first_given", "announces_close")
+    return not hidden and isinstance(value, (bool, int, float, str))
+
+
+def peek(graph: BaseNode[Any], after: str) -> Any:
+    """What flows behind a node: its next item. The graph stands afterwards where it stood before.
+
+    On several ranks all call it, since nodes below may communicate. A graph whose background thread is running has to be
+    closed first.
+
+    Args:
+        graph: any node of a graph.
+        after: name of the node.
+
+    Raises:
+        ValueError: no node has that name; the names are listed.
+        RuntimeError: a background thread is reading from the graph.
+    """
+    names = node_names(graph)
+    found = [node for node in all_nodes(graph) if names[id(node)] == after]
+    if not found:
+        raise ValueError(f"no node is called {after!r}; the graph has {list(names.values())}")
+    busy = [names[id(node)] for node in all_nodes(graph) if getattr(node, "_ahead", None) is not None]
+    if busy:
+        raise RuntimeError(f"{busy[0]} is reading ahead in a thread; close it, or peek before iterating")
+    node = found[0]
+    state = node.state_dict()
+    try:
+        return next(node)
+    finally:
+        node.reset(state)

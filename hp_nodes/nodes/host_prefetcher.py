@@ -1,0 +1,158 @@
+"""Host prefetch: builds whole windows ahead, and releases one only when every rank has built it.
+
+Takes micro-batches, gives the same ones. Communicates: the closing status of each window, after every round is read,
+packed and collated. So an error in any node on one rank, user nodes included, is one error on every rank at the same
+micro-batch. Pairs each buffered micro-batch with the state its source had right after it; adds no entry of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from hp_nodes.errors import DataPlaneError
+from hp_nodes.nodes.graph import all_nodes, read_state
+from hp_nodes.nodes.planner import Planner
+from hp_nodes.nodes.run_ahead import RunAhead, again
+from hp_nodes.nodes.stage import Edge, Stage
+from hp_nodes.transport import Transport
+from hp_nodes.transport.opening import Status, check_statuses
+from hp_nodes.types import MicroBatch
+
+__all__ = ["HostPrefetcher"]
+
+_GRACE_S = 3.0
+Unit = list[tuple[MicroBatch, dict[str, Any]]]
+
+
+class HostPrefetcher(Stage[MicroBatch]):
+    """The source's micro-batches, whole windows at a time.
+
+    Args:
+        source: gives micro-batches.
+        transport: of the data-parallel group, the one the nodes below use.
+        depth: windows built beyond the one being delivered, in a background thread; 0 builds on demand.
+
+    Raises:
+        ValueError: ``depth`` is no int >= 0.
+        DataPlaneError: (on ``next``) something failed on any rank.
+    """
+
+    communicates = True
+
+    def __init__(
+        self, source: BaseNode[MicroBatch], transport: Transport, depth: int = 1, *, name: str | None = None
+    ) -> None:
+        super().__init__(source, name=name)
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"{self.name}: depth is {depth!r}; accepted: an int >= 0 (windows)")
+        self.transport = transport
+        self.depth = depth
+        self.clock = transport.clock
+        self._unit: deque[tuple[MicroBatch, dict[str, Any]]] = deque()
+        self._state: dict[str, Any] | None = None
+        self._ahead: RunAhead[Unit] | None = None
+        self._end: BaseException | None = None
+        assert self.edge is not None
+        self._pull = _WindowPull(self.edge, self.name, transport)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        self._stop()
+        super().reset(initial_state)
+
+    def restore_own(self, entry: Mapping[str, Any] | None) -> None:
+        super().restore_own(entry)
+        self._unit.clear()
+        self._end = None
+        self._state = super().source_state()
+
+    def source_state(self) -> dict[str, Any]:
+        assert self._state is not None
+        return dict(self._state)
+
+    def next(self) -> MicroBatch:
+        if not self._unit:
+            self._unit.extend(self._next_window())
+        batch, self._state = self._unit.popleft()
+        return self.give(batch)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop the thread: at the agreed place, or, because of an error, after telling the other ranks of it."""
+        if error is not None and self.transport.size > 1 and self._end is None:
+            self._announce_close()
+        self._stop()
+
+    def _announce_close(self) -> None:
+        """Answer the next opening with "closed", for a short time."""
+        openers = [node for node in all_nodes(self) if isinstance(node, Planner)]
+        for opener in openers:
+            opener.announces_close = True
+        if self._ahead is None:
+            self._ahead = self._run_ahead()
+        self._ahead.run_on(_GRACE_S)
+        for opener in openers:
+            opener.announces_close = False
+
+    def _stop(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.finish(self.transport.timeout_s)
+
+    def _run_ahead(self) -> RunAhead[Unit]:
+        self.clock.in_background()
+        return RunAhead(self._pull, self.depth, self.clock, self.name, self.transport.interrupt)
+
+    def _next_window(self) -> Unit:
+        if self._end is not None:
+            raise again(self._end)
+        try:
+            if self.depth == 0:
+                return self._pull()
+            if self._ahead is None:
+                self._ahead = self._run_ahead()
+            return self._ahead.take()
+        except BaseException as error:
+            self._end = error
+            raise
+
+
+class _WindowPull:
+    """Pulls one window's micro-batches and closes it with the other ranks. Knows the source, not the prefetcher."""
+
+    def __init__(self, edge: Edge, name: str, transport: Transport) -> None:
+        self._edge = edge
+        self._name = name
+        self._transport = transport
+
+    def __call__(self) -> Unit:
+        unit: Unit = []
+        status, error = Status.WINDOW, None
+        try:
+            while not unit or not unit[-1][0].ends_window:
+                unit.append((self._edge.pull(), read_state(self._edge.source)))
+        except StopIteration:
+            status = Status.END
+        except BaseException as failure:
+            if isinstance(failure, DataPlaneError) and failure.agreed:
+                raise
+            status, error = Status.ERROR, self._failure(failure, unit)
+        self._close(status, error, unit)
+        if status is Status.END:
+            raise StopIteration
+        return unit
+
+    def _failure(self, failure: BaseException, unit: Unit) -> DataPlaneError:
+        rank = self._transport.global_ranks[self._transport.rank]
+        place = {"epoch": unit[-1][0].epoch, "step": unit[-1][0].step} if unit else {}
+        failed = DataPlaneError.of(failure, rank=rank, node=self._name, **place)
+        failed.__cause__ = failure
+        return failed
+
+    def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> None:
+        where = f"{self._name}, epoch {unit[0][0].epoch}, step {unit[0][0].step}" if unit else self._name
+        told = self._transport.all_gather(np.array([status], dtype=np.int64).view(np.uint8), f"{self._name}: closing")
+        check_statuses(self._transport, told.view(np.int64)[:, 0], error, where)

@@ -1,0 +1,301 @@
+"""Plan: decides for a window, over all ranks, which bin each sample goes to.
+
+Takes windows with metadata (tokens, costs), gives them with ``plan`` and, for this rank, ``assignment``. Communicates:
+the opening exchange (status and numbers), and the plan when one rank makes it for all. An error or an end below becomes
+a status, so the same error is raised on every rank. Keeps the loads that a step's earlier windows left on each rank,
+where the objective counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torchdata.nodes import BaseNode
+
+from hp_nodes.errors import DataPlaneError, failing_at
+from hp_nodes.nodes.stage import Stage
+from hp_nodes.planning import BalancingAlgorithm, PackingPlan, PackingProblem, plan_packing
+from hp_nodes.planning.wire import plan_from_bytes, plan_nbytes, plan_to_bytes
+from hp_nodes.transport import Transport
+from hp_nodes.transport.agreement import raise_common
+from hp_nodes.transport.opening import Opening, Status, open_window, row_dtype
+from hp_nodes.types import Assignment, BalanceReport, Window
+
+__all__ = ["Planner"]
+
+
+class Planner(Stage[Window]):
+    """Windows with a plan.
+
+    Args:
+        source: gives windows with ``tokens``, ``costs`` and ``reference``.
+        transport: of the data-parallel group.
+        seq_len: tokens of a bin.
+        local_batch_size: bins of a round on one rank.
+        objective, min_balance_gain, algorithm: see :func:`hp_nodes.planning.plan_packing`.
+        allow_oversized: a sample longer than ``seq_len`` goes alone into a bin instead of being an error.
+        packing_budgets: name → limit of each bin; every sample states each name in ``packing_costs``.
+        padding_cost: float64[seq_len + 1], what 0, 1, ... tokens of padding cost; None: nothing.
+        broadcast_plan: True: the first rank plans for all; False: each computes the same plan.
+
+    Raises:
+        DataPlaneError: (on ``next``) something below failed on any rank, or a window cannot be planned.
+    """
+
+    LOADS_KEY = "loads"
+    EPOCH_KEY = "epoch"
+    STEP_KEY = "step"
+    communicates = True
+
+    def __init__(
+        self,
+        source: BaseNode[Window],
+        transport: Transport,
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        objective: Literal["lockstep", "makespan", "balance"] = "lockstep",
+        min_balance_gain: float = 0.0,
+        algorithm: BalancingAlgorithm | None = None,
+        allow_oversized: bool = False,
+        packing_budgets: Mapping[str, float] | None = None,
+        padding_cost: ArrayLike | None = None,
+        broadcast_plan: bool = True,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(source, name=name)
+        self.transport = transport
+        self.seq_len = seq_len
+        self.local_batch_size = local_batch_size
+        self.objective = objective
+        self.min_balance_gain = min_balance_gain
+        self.algorithm = algorithm
+        self.allow_oversized = allow_oversized
+        self.packing_budgets = dict(packing_budgets or {})
+        self.padding_cost = None if padding_cost is None else np.asarray(padding_cost, dtype=np.float64)
+        self.broadcast_plan = broadcast_plan
+        self.announces_close = False
+        """Set from another thread: answer the next opening with "closed" instead of a window."""
+        self._capacity = 1
+        self._loads: tuple[int, int, NDArray[np.float64]] | None = None
+
+    def own_state(self) -> dict[str, Any] | None:
+        if self._loads is None:
+            return None
+        epoch, step, loads = self._loads
+        return {self.EPOCH_KEY: epoch, self.STEP_KEY: step, self.LOADS_KEY: loads.tolist()}
+
+    def restore_own(self, entry: Mapping[str, Any] | None) -> None:
+        self._loads = None
+        if entry is not None:
+            loads = np.asarray(entry[self.LOADS_KEY], dtype=np.float64)
+            if len(loads) != self.transport.size:
+                raise ValueError(
+                    f"{self.name}: the state is from within a step on {len(loads)} ranks, here are {self.transport.size}; "
+                    "another number of ranks can resume at a step's boundary only"
+                )
+            self._loads = int(entry[self.EPOCH_KEY]), int(entry[self.STEP_KEY]), loads
+
+    def next(self) -> Window:
+        brought, window = self._bring()
+        where = self.name if window is None else f"{self.name}, epoch {window.epoch}, step {window.step}"
+        before_reading = window is not None and window.samples is None
+        dtype = row_dtype(before_reading, len(self.packing_budgets))
+        opened = open_window(self.transport, brought, self._capacity, dtype, where)
+        if opened is None:
+            raise StopIteration
+        assert window is not None
+        rows, firsts, self._capacity = opened
+        counts = np.array([len(mine) for mine in rows])
+        problem, error = self._problem(window, rows, firsts, before_reading)
+        plan = self._agreed_plan(problem, error, window, where)
+        self._carry(window, plan)
+        share = self._assignment(window, np.concatenate(rows), firsts, counts, plan, before_reading)
+        report = BalanceReport(plan=plan.report, dropped=window.dropped)
+        return self.give(replace(window, plan=plan, assignment=share, report=report))
+
+    def _bring(self) -> tuple[Opening | Status | DataPlaneError, Window | None]:
+        """What this rank says in the opening, and its window when it has one."""
+        if self.announces_close:
+            return Status.CLOSED, None
+        window: Window | None = None
+        try:
+            window = self.pull()
+            return self._opening(window), window
+        except StopIteration:
+            return Status.END, None
+        except BaseException as error:
+            if isinstance(error, DataPlaneError) and error.agreed:
+                raise
+            failed = self._failure(error, window)
+            failed.__cause__ = error
+            return failed, None
+
+    def _failure(self, error: BaseException, window: Window | None) -> DataPlaneError:
+        rank = self.transport.global_ranks[self.transport.rank]
+        place = {} if window is None else {"epoch": window.epoch, "step": window.step}
+        return DataPlaneError.of(error, rank=rank, node=self.name, **place)
+
+    def _opening(self, window: Window) -> Opening:
+        with failing_at(self.name, epoch=window.epoch, step=window.step):
+            if window.metadata is None or window.tokens is None or window.costs is None or window.reference is None:
+                raise ValueError("the window has no metadata; a MetadataDeriver below the Planner fills it")
+            before_reading = window.samples is None
+            numbers = np.zeros(len(window.keys), dtype=row_dtype(before_reading, len(self.packing_budgets)))
+            positions = np.array([key.position for key in window.keys], dtype=np.int64)
+            first = int(positions.min()) if len(positions) else 0
+            numbers["cost"] = window.costs
+            numbers["tokens"] = np.minimum(window.tokens, np.iinfo(np.int32).max)
+            numbers["offset"] = positions - first
+            if before_reading:
+                numbers["index"] = [key.index for key in window.keys]
+            else:
+                numbers["reference"] = window.reference
+                numbers["part"] = [key.part for key in window.keys]
+        with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
+            for key, metadata in zip(window.keys, window.metadata if self.packing_budgets else ()):
+                place.at(key)
+                missing = [name for name in self.packing_budgets if name not in metadata.packing_costs]
+                if missing:
+                    raise ValueError(f"packing_costs lacks {missing}; every sample states each of {list(self.packing_budgets)}")
+            for column, name in enumerate(self.packing_budgets):
+                numbers[f"budget_{column}"] = [metadata.packing_costs[name] for metadata in window.metadata]
+        return Opening(
+            window.epoch,
+            window.step,
+            window.first_round,
+            window.num_rounds,
+            window.ends_step,
+            window.ends_epoch,
+            first,
+            numbers,
+        )
+
+    def _problem(
+        self, window: Window, rows: list[NDArray[np.void]], firsts: NDArray[np.int64], before_reading: bool
+    ) -> tuple[PackingProblem | None, DataPlaneError | None]:
+        bins_of_rank = window.num_rounds * self.local_batch_size
+        try:
+            numbers = np.concatenate(rows)
+            references, keys = [], []
+            for rank, mine in enumerate(rows):
+                local = np.arange(len(mine)) if before_reading else mine["reference"]
+                references.append(local + rank * bins_of_rank)
+                part = np.zeros(len(mine), dtype=np.int64) if before_reading else mine["part"]
+                keys.append(np.stack([mine["offset"] + firsts[rank], part], axis=1))
+            if not numbers["cost"].any() and self.padding_cost is None:
+                raise ValueError(
+                    "all costs of the window are 0; give a cost_model, a model_config, or SampleMetadata with a cost whose "
+                    "llm component is positive"
+                )
+            names = list(self.packing_budgets)
+            budgets = np.stack([numbers[f"budget_{k}"] for k in range(len(names))], axis=1) if names else None
+            carried = self._loads if self._loads is not None and self._loads[:2] == (window.epoch, window.step) else None
+            problem = PackingProblem(
+                numbers["tokens"].astype(np.int64),
+                numbers["cost"],
+                np.concatenate(references).astype(np.int32),
+                data_parallel_size=self.transport.size,
+                num_rounds=window.num_rounds,
+                local_batch_size=self.local_batch_size,
+                seq_len=self.seq_len,
+                keys=np.concatenate(keys),
+                budgets=budgets,
+                budget_limits=list(self.packing_budgets.values()) if names else None,
+                initial_loads=None if carried is None else carried[2],
+                allow_oversized=self.allow_oversized,
+                padding_cost=self.padding_cost,
+            )
+        except Exception as error:
+            failed = DataPlaneError.of(error, rank=None, node=self.name, epoch=window.epoch, step=window.step)
+            failed.__cause__ = error
+            return None, failed
+        return problem, None
+
+    def _agreed_plan(
+        self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window, where: str
+    ) -> PackingPlan:
+        if problem is None:
+            self._raise_everywhere(error)
+        if self.broadcast_plan and self.transport.size > 1:
+            return self._broadcast_plan(problem, window, where)
+        planned = self._plan(problem, window)
+        if isinstance(planned, DataPlaneError):
+            self._raise_everywhere(planned)
+        return planned
+
+    def _raise_everywhere(self, error: DataPlaneError | None) -> NoReturn:
+        """All ranks computed this from the same numbers, so all are here."""
+        assert error is not None
+        error.agreed = True
+        raise error
+
+    def _plan(self, problem: PackingProblem, window: Window) -> PackingPlan | DataPlaneError:
+        try:
+            return plan_packing(problem, self.objective, self.min_balance_gain, self.algorithm)
+        except Exception as error:
+            failed = DataPlaneError.of(error, rank=None, node=self.name, epoch=window.epoch, step=window.step)
+            failed.__cause__ = error
+            return failed
+
+    def _broadcast_plan(self, problem: PackingProblem, window: Window, where: str) -> PackingPlan:
+        buffer = np.zeros(8 + plan_nbytes(problem), dtype=np.uint8)
+        planned: PackingPlan | DataPlaneError | None = None
+        if self.transport.rank == 0:
+            planned = self._plan(problem, window)
+            if isinstance(planned, PackingPlan):
+                buffer[8:] = plan_to_bytes(planned)
+            else:
+                buffer[0] = Status.ERROR
+        self.transport.broadcast(buffer, 0, f"{where}: plan")
+        if buffer[0] == Status.ERROR:
+            raise_common(self.transport, planned if isinstance(planned, DataPlaneError) else None, where)
+        if isinstance(planned, PackingPlan):
+            return planned
+        named = self.objective if self.algorithm is None else type(self.algorithm).__name__
+        return plan_from_bytes(buffer[8:], problem, named, self.min_balance_gain)
+
+    def _carry(self, window: Window, plan: PackingPlan) -> None:
+        """Loads of the step so far, for an objective that counts totals."""
+        if self.objective != "makespan" or self.algorithm is not None or window.ends_step:
+            self._loads = None
+            return
+        loads = plan.report.costs_after.sum(axis=1)
+        if self._loads is not None and self._loads[:2] == (window.epoch, window.step):
+            loads = loads + self._loads[2]
+        self._loads = window.epoch, window.step, loads
+
+    def _assignment(
+        self,
+        window: Window,
+        numbers: NDArray[np.void],
+        firsts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        plan: PackingPlan,
+        before_reading: bool,
+    ) -> Assignment:
+        bins_of_rank = window.num_rounds * self.local_batch_size
+        me = self.transport.rank
+        owners = plan.bins // bins_of_rank
+        origins = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        mine = np.flatnonzero(owners == me)
+        positions = numbers["offset"][mine] + firsts[origins[mine]]
+        parts = np.zeros(len(mine), dtype=np.int32) if before_reading else numbers["part"][mine]
+        order = np.lexsort((parts, positions, plan.bins[mine]))
+        mine = mine[order]
+        start = int(counts[:me].sum())
+        return Assignment(
+            positions=positions[order],
+            parts=parts[order],
+            indices=numbers["index"][mine] if before_reading else None,
+            bins=plan.bins[mine] - me * bins_of_rank,
+            tokens=numbers["tokens"][mine].astype(np.int64),
+            costs=numbers["cost"][mine].copy(),
+            origins=origins[mine],
+            targets=owners[start : start + int(counts[me])].astype(np.int32),
+            moves=bool((owners != origins).any()),
+        )

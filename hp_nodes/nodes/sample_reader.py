@@ -1,0 +1,178 @@
+"""Read: fetches the records of the keys that this rank owns now.
+
+Takes windows with keys, gives them with samples. Before the Planner it reads what this rank's sampler chose; behind the
+Planner it reads what the plan gave this rank, so that nothing has to be exchanged. Each occurrence is read once.
+Without workers nothing is read ahead; with them windows are taken from the source ahead, each paired with the state the
+source had after it, so a resume is exact either way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from hp_nodes.errors import failing_at
+from hp_nodes.nodes.read_workers import ReadError, ReadWorkers
+from hp_nodes.nodes.stage import Stage
+from hp_nodes.randomness import occurrence
+from hp_nodes.types import SampleKey, Window
+
+__all__ = ["SampleReader"]
+
+
+class SampleReader(Stage[Window]):
+    """Windows with the samples of their keys.
+
+    Args:
+        source: gives windows with ``keys``.
+        dataset: map-style, ``dataset[index] → record``.
+        num_workers: reader processes; 0 reads here.
+        seed: of per-sample randomness, see :func:`hp_nodes.sample_rng`.
+        worker_options: arguments of torch's DataLoader that change how workers read: ``prefetch_factor``,
+            ``persistent_workers``, ``multiprocessing_context``, ``timeout``, ``worker_init_fn``, ``pin_memory``.
+
+    Raises:
+        ValueError: the dataset has no ``__getitem__``, or ``num_workers`` is no int >= 0.
+        IndexError: (on ``next``) an index outside the dataset, which it names.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[Window],
+        dataset: Any,
+        *,
+        num_workers: int = 0,
+        seed: int = 0,
+        worker_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(source, name=name)
+        if not hasattr(dataset, "__getitem__"):
+            raise ValueError(f"the dataset is a {type(dataset).__name__}; accepted: anything with __getitem__(index)")
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+            raise ValueError(f"num_workers is {num_workers!r}; accepted: an int >= 0")
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.seed = seed
+        self._options = dict(worker_options or {})
+        self._length = len(dataset) if hasattr(dataset, "__len__") else None
+        self._workers: ReadWorkers | None = None
+        self._taken: deque[tuple[Window, dict[str, Any]]] = deque()
+        self._paired: dict[str, Any] | None = None
+        self._end: BaseException | None = None
+
+    def restore_own(self, entry: Mapping[str, Any] | None) -> None:
+        super().restore_own(entry)
+        if self._workers is not None:
+            self._workers.stop()
+        self._taken.clear()
+        self._end = None
+        self._paired = super().source_state() if self.num_workers else None
+
+    def source_state(self) -> dict[str, Any]:
+        return dict(self._paired) if self._paired is not None else super().source_state()
+
+    def next(self) -> Window:
+        if self.num_workers == 0:
+            window = self.pull()
+            return self._filled(window, self._read(window))
+        return self._from_workers()
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _read(self, window: Window) -> list[Any]:
+        samples: list[Any] = []
+        with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
+            for key in _keys_to_read(window):
+                place.at(key)
+                self._check_index(key)
+                with occurrence(self.seed, window.epoch, key.position):
+                    samples.append(self.dataset[key.index])
+        return samples
+
+    def _from_workers(self) -> Window:
+        if self._workers is None:
+            self._workers = ReadWorkers(self.dataset, self._take, self.num_workers, self.seed, self._options)
+        if self._end is not None and not self._taken:
+            raise self._end
+        window = self._taken[0][0] if self._taken else None
+        with failing_at(self.name, epoch=window and window.epoch, step=window and window.step):
+            read = self._workers.window()
+        if read is None:
+            assert self._end is not None
+            raise self._end
+        window, self._paired = self._taken.popleft()
+        samples, failure = read
+        if failure is not None:
+            with failing_at(self.name, epoch=window.epoch, step=window.step, key=failure.key):
+                raise _raised_again(failure)
+        return self._filled(window, samples)
+
+    def _take(self) -> tuple[int, Sequence[SampleKey]] | None:
+        """The next window's keys for the workers. An end or an error waits until everything before it was given."""
+        if self._end is not None:
+            return None
+        try:
+            window = self.pull()
+            keys = _keys_to_read(window)
+            with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
+                for key in keys:
+                    place.at(key)
+                    self._check_index(key)
+        except BaseException as error:
+            self._end = error
+            return None
+        self._taken.append((window, super().source_state()))
+        return window.epoch, keys
+
+    def _check_index(self, key: SampleKey) -> None:
+        if self._length is not None and not 0 <= key.index < self._length:
+            raise IndexError(f"index {key.index} is outside the dataset of {self._length} records")
+
+    def _filled(self, window: Window, samples: Sequence[Any]) -> Window:
+        if window.assignment is None:
+            return self.give(replace(window, samples=tuple(samples)))
+        share = window.assignment
+        return self.give(
+            replace(
+                window,
+                keys=_keys_to_read(window),
+                samples=tuple(samples),
+                bins=share.bins,
+                tokens=share.tokens,
+                costs=share.costs,
+                metadata=None,
+                reference=None,
+            )
+        )
+
+
+def _keys_to_read(window: Window) -> tuple[SampleKey, ...]:
+    share = window.assignment
+    if share is None:
+        return window.keys
+    assert share.indices is not None, "planned before they are read, samples are known by index"
+    columns = share.positions.tolist(), share.indices.tolist(), share.parts.tolist()
+    return tuple(SampleKey(*key) for key in zip(*columns))
+
+
+def _raised_again(failure: ReadError) -> Exception:
+    """What a worker raised, as the same type where that is a built-in one."""
+    import builtins
+
+    kind = getattr(builtins, failure.kind, None)
+    message = f"{failure.text}\n--- in a reader worker ---\n{failure.traceback}"
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration:
+        try:
+            return kind(message)
+        except TypeError:
+            pass  # its constructor wants more than a text
+    return RuntimeError(f"{failure.kind}: {message}")
