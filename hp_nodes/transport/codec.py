@@ -1,13 +1,13 @@
 """The wire format of samples: what a sample may be made of, and how samples become one buffer of bytes and back.
 
-Takes samples (nested dicts, lists, tuples, named tuples and dataclasses of tensors, numpy arrays and plain values), gives a
-:class:`Frame` that encodes them straight into a send buffer; the other way round gives samples whose tensors and arrays are
-views of the receive buffer. So payload is copied once on each side of the wire, or not at all.
+Takes samples (nested dicts, lists, tuples, named tuples and dataclasses of tensors, numpy arrays and plain values),
+gives a :class:`Frame` that encodes them straight into a send buffer; the other way round gives samples whose tensors
+and arrays are views of the receive buffer. So payload is copied once on each side of the wire, or not at all.
 
 Promises:
 
-* A sample comes back as it was: types, containers, key order, dtypes, shapes, every bit of every number. Tensors and arrays
-  come back contiguous and writable. (Two fields that shared one tensor come back as two tensors.)
+* A sample comes back as it was: types, containers, key order, dtypes, shapes, every bit of every number. Tensors and
+  arrays come back contiguous and writable. (Two fields that shared one tensor come back as two tensors.)
 * What cannot come back like that is refused by ``frame`` and ``check``, before anything is written, with its path.
 * A frame that is not exactly what a codec wrote is refused: a :class:`CodecError`, never a wrong value.
 * Nothing is pickled, and nothing unpickled, without ``allow_pickle=True``.
@@ -24,16 +24,18 @@ import torch
 from numpy.typing import NDArray
 
 from hp_nodes.transport.codec_decode import ColumnDecoder, read_structure
-from hp_nodes.transport.codec_encode import ColumnEncoder, Where
+from hp_nodes.transport.codec_encode import ColumnEncoder
 from hp_nodes.transport.codec_frame import (
     HEADER_NBYTES,
     Bytes,
     ChunkLayout,
     CodecError,
+    Where,
     read_chunks,
     read_header,
     write_header,
 )
+from hp_nodes.transport.codec_pause import collector_paused
 
 __all__ = ["Codec", "CodecError", "Frame"]
 
@@ -83,8 +85,8 @@ class Codec:
     """Turns samples into frames and frames into samples. Holds no state: one codec serves any number of threads.
 
     Args:
-        allow_pickle: pickle what is not supported otherwise, and unpickle what arrives pickled. Unpickling runs whatever
-            code the sender chose.
+        allow_pickle: pickle what is not supported otherwise, and unpickle what arrives pickled. Unpickling runs
+            whatever code the sender chose.
     """
 
     def __init__(self, allow_pickle: bool = False) -> None:
@@ -97,21 +99,22 @@ class Codec:
             CodecError: a sample holds what cannot travel; ``error.sample`` is its place in ``samples``.
         """
         chunks, sizes = [], [np.zeros(0, np.int64)]
-        for first in range(0, len(samples), _CHUNK_SAMPLES):
-            part = list(samples[first : first + _CHUNK_SAMPLES])
-            encoder = ColumnEncoder(self._allow_pickle)
-            structure, part_sizes = encoder.column(part, _sample_at(first))
-            text = json.dumps(structure, separators=(",", ":")).encode("ascii")
-            chunks.append(ChunkLayout(text, len(part), encoder.blocks))
-            sizes.append(part_sizes)
+        with collector_paused():
+            for first in range(0, len(samples), _CHUNK_SAMPLES):
+                part = list(samples[first : first + _CHUNK_SAMPLES])
+                encoder = ColumnEncoder(self._allow_pickle)
+                structure, part_sizes = encoder.column(part, _sample_at(first))
+                text = json.dumps(structure, separators=(",", ":")).encode("ascii")
+                chunks.append(ChunkLayout(text, len(part), encoder.blocks))
+                sizes.append(part_sizes)
         return Frame(chunks, np.concatenate(sizes))
 
     def decode(self, buffer: Bytes | torch.Tensor) -> list[Any]:
         """The samples of a frame, in their order; tensors and arrays are views of ``buffer``.
 
         Args:
-            buffer: uint8[nbytes], contiguous: a numpy array or a CPU tensor. Best aligned to 64 bytes: where an item would
-                not be aligned to its own size, its column is copied. A read-only buffer is copied as a whole.
+            buffer: uint8[nbytes], contiguous: a numpy array or a CPU tensor. Best aligned to 64 bytes: where an item
+                would not be aligned to its own size, its column is copied. A read-only buffer is copied as a whole.
 
         Raises:
             CodecError: it is not a frame of this version, changed on the way, or holds classes or pickles that are not
@@ -121,9 +124,10 @@ class Codec:
         count, chunks = read_header(frame)
         samples: list[Any] = []
         try:
-            for rows, structure, blocks in read_chunks(frame, chunks):
-                decoder = ColumnDecoder(blocks, frame.size, self._allow_pickle)
-                samples.extend(decoder.samples(read_structure(structure), rows))
+            with collector_paused():
+                for rows, structure, blocks in read_chunks(frame, chunks):
+                    decoder = ColumnDecoder(blocks, frame.size, self._allow_pickle)
+                    samples.extend(decoder.samples(read_structure(structure), rows))
         except CodecError:
             raise
         except Exception as error:

@@ -1,8 +1,8 @@
 """Columns of numpy arrays and numpy scalars of one dtype.
 
-Takes arrays, gives their shapes and bytes as two blocks; the other way round gives arrays that are views of the received
-bytes: writable, C-contiguous, of the same dtype (byte order and fields included) and shape. Dtypes that hold Python objects
-are refused in both directions: their bytes are addresses.
+Takes arrays, gives their shapes and bytes as two blocks; the other way round gives arrays that are views of the
+received bytes: writable, C-contiguous, of the same dtype (byte order and fields included) and shape. Dtypes that hold
+Python objects are refused in both directions: their bytes are addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hp_nodes.transport.codec_frame import Block, Bytes, CodecError
 
-_PLAIN = re.compile(r"[<>|]([biufcSUV]\d+|[mM]8(\[\d*[A-Za-z]+\])?)")
+_PLAIN = re.compile(r"[<>|]([biufcSUV]\d+|[mM]8(\[\d*[A-Za-z]+\])?|[qQ])")
 
 array_kind = attrgetter("dtype", "ndim")
 """What the arrays of one column have in common."""
@@ -30,8 +30,11 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any | None:
     if dtype.hasobject or dtype.itemsize == 0:
         return None
     try:
-        described = _to_plain(np.lib.format.dtype_to_descr(dtype))
-        return described if read_dtype(described) == dtype else None
+        # C's long long is another type than long, of the same size and the same description.
+        exact = dtype.char in "qQ" and np.dtype(dtype.str).char != dtype.char
+        described = dtype.str[0] + dtype.char if exact else _to_plain(np.lib.format.dtype_to_descr(dtype))
+        found = read_dtype(described)
+        return described if found == dtype and found.type is dtype.type else None
     except (CodecError, ValueError, TypeError):
         return None
 
@@ -96,7 +99,7 @@ def _gather(arrays: list[NDArray[Any]]) -> Any:
 
 
 def decode_arrays(node: Sequence[Any], shapes: NDArray[np.int64], payload: Bytes) -> list[NDArray[Any]]:
-    """The arrays of a column; ``shapes`` is int64[n, rank], each row's product within the payload (the caller checked)."""
+    """The arrays of a column; ``shapes`` is int64[n, rank] and describes the payload (the caller checked)."""
     dtype = read_dtype(node[1])
     flat = _typed(payload, dtype)
     ends = shapes.prod(axis=1).cumsum()

@@ -1,9 +1,10 @@
 """Named tuples and dataclasses: taken apart into their fields, and rebuilt from the class of the same name.
 
-Takes objects of one class, gives its name and its fields' names; the other way round gives objects of that class. A frame
-may name a class but never code: the class is looked up, without calling anything, in a module that this process has already
-imported (or one inside a package that it has), and must itself be a named tuple or a dataclass with exactly those fields.
-No ``__new__``, ``__init__`` or ``__post_init__`` runs on arrival: the fields are set to the values that the sender had.
+Takes objects of one class, gives its name and its fields' names; the other way round gives objects of that class. A
+frame may name a class but never code: the class is looked up, without calling anything, in a module that this process
+has already imported (or one inside a package that it has), and must itself be a named tuple or a dataclass with
+exactly those fields. No ``__new__``, ``__init__`` or ``__post_init__`` runs on arrival: the fields are set to the
+values that the sender had.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RecordClass(NamedTuple):
     """Attributes that an object may have computed from its fields (``functools.cached_property``)."""
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=256)
 def record_class(cls: type) -> RecordClass | None:
     """What a class's objects are made of; None when it is neither a named tuple nor a plain dataclass."""
     lazy = frozenset(n for c in cls.__mro__ for n, v in vars(c).items() if isinstance(v, functools.cached_property))
@@ -40,7 +41,14 @@ def record_class(cls: type) -> RecordClass | None:
         return None
     if "__dataclass_fields__" not in vars(cls) or cls.__new__ is not object.__new__:
         return None
-    return RecordClass(cls, False, tuple(field.name for field in dataclasses.fields(cls)), lazy)
+    fields = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+    slots = {name for c in cls.__mro__ for name in _slots(c)} - {"__dict__", "__weakref__"}
+    return RecordClass(cls, False, fields, lazy) if slots <= set(fields) else None
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def class_refusal(record: RecordClass) -> str | None:
@@ -60,7 +68,7 @@ def surplus(record: RecordClass, value: Any) -> set[str]:
     held = getattr(value, "__dict__", None)
     if not held:
         return set()
-    return held.keys() - record.lazy if record.is_tuple else held.keys() - set(record.fields) - record.lazy
+    return set(held) - record.lazy - (set() if record.is_tuple else set(record.fields))
 
 
 def find_class(module: str, qualname: str, fields: tuple[str, ...], is_tuple: bool) -> RecordClass:
@@ -112,7 +120,7 @@ def build_objects(record: RecordClass, rows: Iterable[tuple[Any, ...]]) -> list[
 
 
 def _build_dataclass(record: RecordClass, values: tuple[Any, ...]) -> Any:
-    made = object.__new__(record.cls)
+    made: Any = object.__new__(record.cls)
     for name, value in zip(record.fields, values, strict=True):
         object.__setattr__(made, name, value)
     return made

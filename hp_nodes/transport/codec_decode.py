@@ -1,11 +1,11 @@
 """From blocks to samples: the columns of a chunk are read and put together again.
 
-Takes the structure and the blocks that ``codec_encode`` wrote, gives the samples in their order. Tensors and arrays are views
-of the blocks; everything else is made new.
+Takes the structure and the blocks that ``codec_encode`` wrote, gives the samples in their order. Tensors and arrays
+are views of the blocks; everything else is made new.
 
-Promise: a structure that is not one raises, whoever wrote it. No number in a frame is believed before it is compared with
-the bytes that are there, nothing is allocated that the frame's own length does not bound, and a frame runs no code: classes
-are checked by ``codec_classes`` and pickles are read only where the receiver allows them.
+Promise: a structure that is not one raises, whoever wrote it. No number in a frame is believed before it is compared
+with the bytes that are there, nothing is allocated that the frame's own length does not bound, and a frame runs no
+code: classes are checked by ``codec_classes`` and pickles are read only where the receiver allows them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class ColumnDecoder:
         payload = next(self._blocks)
         # In floating point first: a product of integers may wrap around to what is expected.
         elements = shapes.astype(np.float64).prod(axis=1).sum()
-        if shapes.size and (shapes.min() < 0 or shapes.max() >= 1 << 48) or elements * itemsize > self._limit:
+        absurd = shapes.size and (shapes.min() < 0 or shapes.max() >= 1 << 48)
+        if absurd or elements * itemsize > self._limit:
             raise CodecError("malformed frame: shapes that do not fit it")
         if int(shapes.prod(axis=1).sum()) * itemsize != payload.size:
             raise CodecError(f"malformed frame: {payload.size} bytes for arrays of {int(elements)} elements")
@@ -130,7 +131,7 @@ class ColumnDecoder:
     def _pieces(self, make: Callable[[memoryview], Any]) -> Callable[[Any, int], list[Any]]:
         def read(node: Any, rows: int) -> list[Any]:
             lengths, total = self._lengths(rows)
-            view = memoryview(self._array(np.uint8, total))
+            view = self._array(np.uint8, total).data
             return [make(view[end - length : end]) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
         return read
@@ -179,7 +180,18 @@ class ColumnDecoder:
         _, names, children = node
         if len(set(names)) != len(children) or set(map(type, names)) != {str}:
             raise CodecError("malformed frame: the keys of a dict are not distinct text")
-        return [dict(zip(names, values)) for values in self._rows(children, rows)]
+        columns = self._rows(children, rows)
+        # Literals take a third of the time of dict(zip(...)), which is half of what a small sample takes.
+        if len(names) == 1:
+            (a,) = names
+            return [{a: x} for (x,) in columns]
+        if len(names) == 2:
+            a, b = names
+            return [{a: x, b: y} for x, y in columns]
+        if len(names) == 3:
+            a, b, c = names
+            return [{a: x, b: y, c: z} for x, y, z in columns]
+        return [dict(zip(names, values, strict=True)) for values in columns]
 
     def _maps(self, node: Any, rows: int) -> list[dict[Any, Any]]:
         lengths, total = self._lengths(rows)

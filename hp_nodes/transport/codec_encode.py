@@ -1,11 +1,13 @@
 """From samples to blocks: samples of one structure are taken apart into columns.
 
-Takes a list of samples, gives a structure (plain lists and text) and a list of blocks. A column is a list of values of one
-kind: a column of dicts with the same keys becomes one column for each key, a column of lists one column of all their items,
-a column of tensors one block of bytes; where kinds are mixed, tags say which row belongs to which of several columns. So the
-cost of a sample is that of looking at its leaves once, and the structure is written once for many samples.
+Takes a list of samples, gives a structure (plain lists and text) and a list of blocks. A column is a list of values
+of one kind: a column of dicts with the same keys becomes one column for each key, a column of lists one column of all
+their items, a column of tensors one block of bytes; where kinds are mixed, tags say which row belongs to which of
+several columns. So the cost of a sample is that of looking at its leaves once, and the structure is written once for
+many samples.
 
-Promise: whatever cannot be rebuilt exactly is refused here, before anything is written, with its path inside the sample.
+Promise: whatever cannot be rebuilt exactly is refused here, before anything is written, with its path inside the
+sample.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from numpy.typing import NDArray
 from hp_nodes.transport.codec_arrays import array_kind, describe_dtype, encode_arrays, encode_scalars
 from hp_nodes.transport.codec_classes import RecordClass, class_refusal, record_class, surplus
 from hp_nodes.transport.codec_frame import Block, CodecError, Where
-from hp_nodes.transport.codec_tensors import encode_tensors, tensor_kind, tensor_refusal
+from hp_nodes.transport.codec_tensors import are_alike, encode_tensors, tensor_kind, tensor_refusal
 
 MAX_DEPTH = 64
 """Levels of nesting of one sample."""
 _MAX_COLUMNS = 64
 _MAX_TUPLE = 16
 _ACCEPTED = (
-    "accepted: dict, list, tuple, named tuple, dataclass, dense CPU tensors, numpy arrays and scalars, bytes, bytearray, str, "
-    "int, float, complex, bool, None; anything that pickles with allow_pickle=True"
+    "accepted: dict, list, tuple, named tuple, dataclass, dense CPU tensors, numpy arrays and scalars, bytes, bytearray, "
+    "str, int, float, complex, bool, None; anything that pickles with allow_pickle=True"
 )
+
+_BYTE_STRINGS: dict[type, str] = {bytes: "bytes", bytearray: "bytearray", np.bytes_: "np.bytes"}
 
 Sizes = NDArray[np.int64]
 Column = tuple[list[Any], Sizes]
@@ -121,12 +125,12 @@ class ColumnEncoder:
         return [kind], lengths
 
     def _byte_strings(self, values: list[Any], where: Where, depth: int) -> Column:
-        return self._pieces({bytes: "bytes", bytearray: "bytearray"}.get(type(values[0]), "np.bytes"), values)
+        return self._pieces(_BYTE_STRINGS[type(values[0])], values)
 
     def _strings(self, values: list[Any], where: Where, depth: int) -> Column:
         lengths = self._lengths(values)
-        # Lengths count characters: the text of the whole column is decoded at once and then cut. surrogatepass because a
-        # Python str may hold lone surrogates (file names do).
+        # Lengths count characters: the text of the whole column is decoded at once and then cut. surrogatepass because
+        # a Python str may hold lone surrogates (file names do).
         text = "".join(values).encode("utf-8", "surrogatepass")
         self.blocks.append(Block.of_pieces([text], len(text)))
         return ["str" if type(values[0]) is str else "np.str"], lengths
@@ -134,7 +138,7 @@ class ColumnEncoder:
     # ---- arrays
 
     def _tensors(self, values: list[Any], where: Where, depth: int) -> Column:
-        if len(set(map(tensor_kind, values))) > 1:
+        if not are_alike(values):
             return self._union(values, list(map(tensor_kind, values)), where, depth)
         refusal = tensor_refusal(values[0])
         if refusal is not None:
@@ -221,7 +225,7 @@ class ColumnEncoder:
                 raise _refusal(where, row, f"a {cls.__qualname__} without a value for a field ({error})") from error
         node = ["named" if record.is_tuple else "dataclass", cls.__module__, cls.__qualname__, list(record.fields)]
         if not record.fields:
-            filler, sizes = self._nones(values, where, depth)
+            _, sizes = self._nones(values, where, depth)
             return [*node, []], sizes
         children, sizes = self._fields(items, list(record.fields), lambda name: f".{name}", where, depth)
         return [*node, children], sizes
@@ -281,4 +285,5 @@ def _summed(sizes: Sizes, lengths: Sizes) -> Sizes:
     """The sizes of items summed for each of the containers that they lie in."""
     ends = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
     last = lengths.cumsum()
-    return ends[last] - ends[last - lengths]
+    summed: Sizes = ends[last] - ends[last - lengths]
+    return summed

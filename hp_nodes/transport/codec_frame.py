@@ -1,11 +1,13 @@
 """The bytes of a frame: where each block lies, and whether all of them arrived as they were sent.
 
-A frame is a header of 64 bytes and a body; the body is a run of chunks, each a chunk header, the lengths of its blocks, its
-structure as JSON text, then the blocks (arrays of numbers, text, payload). Everything starts at a multiple of 64 bytes within
-the frame and every frame is a multiple of 64 bytes long, so frames that lie one behind the other are aligned as well.
+A frame is a header of 64 bytes and a body; the body is a run of chunks, each a chunk header, the lengths of its
+blocks, its structure as JSON text, then the blocks (arrays of numbers, text, payload). Everything starts at a
+multiple of 64 bytes within the frame and every frame is a multiple of 64 bytes long, so frames that lie one behind
+the other are aligned as well.
 
-This file takes and gives flat uint8 arrays. It promises that whatever it reads lies inside the frame, and that a frame which
-was cut, lengthened or changed on the way is refused: the header carries its own CRC and a checksum of the body.
+This file takes and gives flat uint8 arrays. It promises that whatever it reads lies inside the frame, and that a
+frame which was cut, lengthened or changed on the way is refused: the header carries its own CRC and a checksum of the
+body.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Block:
     @classmethod
     def of_pieces(cls, pieces: list[bytes] | list[bytearray], nbytes: int) -> Block:
         def write(target: Bytes) -> None:
-            view, start = memoryview(target), 0
+            view, start = target.data, 0
             for piece in pieces:
                 view[start : start + len(piece)] = piece
                 start += len(piece)
@@ -153,7 +155,7 @@ def read_chunks(frame: Bytes, chunks: int) -> Iterator[tuple[int, bytes, list[By
     for _ in range(chunks):
         if frame.size - start < _CHUNK.size:
             raise CodecError("malformed frame: it ends within a chunk")
-        nbytes, samples, structure, blocks = _CHUNK.unpack_from(frame, start)
+        nbytes, samples, structure, blocks = _CHUNK.unpack_from(frame.data, start)
         if nbytes > frame.size - start or structure + 8 * blocks + _CHUNK.size > nbytes or samples > nbytes:
             raise CodecError("malformed frame: a chunk's lengths do not fit the frame")
         yield samples, *_read_parts(frame[start : start + nbytes], structure, blocks)
@@ -177,13 +179,13 @@ def _read_parts(chunk: Bytes, structure: int, blocks: int) -> tuple[bytes, list[
 
 
 def _checksum(body: Bytes) -> int:
-    """A number that changes with the value and the place of every word of 8 bytes; at memory speed (two passes of additions).
+    """A number that changes with the value and the place of every word of 8 bytes, at the speed of memory.
 
-    The words are laid out in rows of 512; the CRC of all row sums is one half, that of all column sums the other. A change of
-    one word changes its row's sum, an exchange of two words the sums of their columns or of their rows.
+    The words are laid out in rows of 512; the CRC of all row sums is one half, that of all column sums the other. A
+    change of one word changes its row's sum, an exchange of two words the sums of their columns or of their rows.
     """
     words = body.view(np.uint64)
     whole = words[: words.size // _ROW * _ROW].reshape(-1, _ROW)
     rows, columns = np.add.reduce(whole, axis=1), np.add.reduce(whole, axis=0)
-    tail = zlib.crc32(words[whole.size :])
-    return zlib.crc32(rows, tail) << 32 | zlib.crc32(columns, tail)
+    tail = zlib.crc32(words[whole.size :].data)
+    return zlib.crc32(rows.data, tail) << 32 | zlib.crc32(columns.data, tail)
