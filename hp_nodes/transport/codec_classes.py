@@ -63,12 +63,16 @@ def class_refusal(record: RecordClass) -> str | None:
     return None
 
 
-def surplus(record: RecordClass, value: Any) -> set[str]:
-    """Attributes of an object beside its fields, which would be lost."""
-    held = getattr(value, "__dict__", None)
-    if not held:
-        return set()
-    return set(held) - record.lazy - (set() if record.is_tuple else set(record.fields))
+def object_flaw(record: RecordClass, value: Any) -> str | None:
+    """What of an object would be lost or is missing, if it were rebuilt from its fields; None when nothing is."""
+    held = set(getattr(value, "__dict__", ())) - record.lazy
+    if record.is_tuple:
+        return f"with attributes that are not fields: {sorted(held)}" if held else None
+    missing = [name for name in record.fields if not hasattr(value, name)]
+    if missing:
+        return f"without values for its fields {missing}"
+    surplus = held - set(record.fields)
+    return f"with attributes that are not fields: {sorted(surplus)}" if surplus else None
 
 
 def find_class(module: str, qualname: str, fields: tuple[str, ...], is_tuple: bool) -> RecordClass:

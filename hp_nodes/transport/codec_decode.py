@@ -66,7 +66,7 @@ class ColumnDecoder:
             "scalar": self._scalars,
             "dict": self._dicts,
             "map": self._maps,
-            "tuple": lambda node, rows: list(self._rows(node[1], rows)),
+            "tuple": lambda node, rows: list(self._rows(node[2], node[1], rows)),
             "list": self._lists,
             "tuples": lambda node, rows: list(map(tuple, self._lists(node, rows))),
             "named": self._records,
@@ -171,16 +171,22 @@ class ColumnDecoder:
 
     # ---- containers
 
-    def _rows(self, children: Any, rows: int) -> Iterator[tuple[Any, ...]]:
-        if not children:
-            raise CodecError("malformed frame: a record without fields")
-        return zip(*[self._column(child, rows) for child in children], strict=True)
+    def _rows(self, fields: Any, width: int, rows: int) -> Iterator[tuple[Any, ...]]:
+        """The fields of each row: from a column for each field, or from one column that holds them row by row."""
+        kind, columns = fields
+        if type(width) is not int or not 0 < width <= self._limit:
+            raise CodecError(f"malformed frame: a record of {width!r} fields")
+        if kind == "woven":
+            return zip(*[iter(self._column(columns, rows * width))] * width, strict=True)
+        if len(columns) != width:
+            raise CodecError("malformed frame: a record without a column for each field")
+        return zip(*[self._column(column, rows) for column in columns], strict=True)
 
     def _dicts(self, node: Any, rows: int) -> list[dict[str, Any]]:
-        _, names, children = node
-        if len(set(names)) != len(children) or set(map(type, names)) != {str}:
+        _, names, fields = node
+        if len(set(names)) != len(names) or set(map(type, names)) != {str}:
             raise CodecError("malformed frame: the keys of a dict are not distinct text")
-        columns = self._rows(children, rows)
+        columns = self._rows(fields, len(names), rows)
         # Literals take a third of the time of dict(zip(...)), which is half of what a small sample takes.
         if len(names) == 1:
             (a,) = names
@@ -207,13 +213,11 @@ class ColumnDecoder:
         return [items[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def _records(self, node: Any, rows: int) -> list[Any]:
-        kind, module, qualname, fields, children = node
-        record = find_class(module, qualname, tuple(fields), kind == "named")
-        if len(children) != len(fields):
-            raise CodecError("malformed frame: a record without a column for each field")
-        if not fields:
+        kind, module, qualname, names, fields = node
+        record = find_class(module, qualname, tuple(names), kind == "named")
+        if not names:
             return build_objects(record, [()] * self._array(np.uint8, rows).size)
-        return build_objects(record, self._rows(children, rows))
+        return build_objects(record, self._rows(fields, len(names), rows))
 
     def _union(self, node: Any, rows: int) -> list[Any]:
         tags = self._array(np.uint32, rows)

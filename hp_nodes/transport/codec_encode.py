@@ -22,17 +22,18 @@ import torch
 from numpy.typing import NDArray
 
 from hp_nodes.transport.codec_arrays import array_kind, describe_dtype, encode_arrays, encode_scalars
-from hp_nodes.transport.codec_classes import RecordClass, class_refusal, record_class, surplus
+from hp_nodes.transport.codec_classes import RecordClass, class_refusal, object_flaw, record_class
 from hp_nodes.transport.codec_frame import Block, CodecError, Where
 from hp_nodes.transport.codec_tensors import are_alike, encode_tensors, tensor_kind, tensor_refusal
 
 MAX_DEPTH = 64
 """Levels of nesting of one sample."""
+_SUSPICIOUS_DEPTH = 12  # here it is worth looking for a container that contains itself
 _MAX_COLUMNS = 64
 _MAX_TUPLE = 16
 _ACCEPTED = (
-    "accepted: dict, list, tuple, named tuple, dataclass, dense CPU tensors, numpy arrays and scalars, bytes, bytearray, "
-    "str, int, float, complex, bool, None; anything that pickles with allow_pickle=True"
+    "accepted: dict, list, tuple, named tuple, dataclass, dense CPU tensors, numpy arrays and scalars, bytes, "
+    "bytearray, str, int, float, complex, bool, None; anything that pickles with allow_pickle=True"
 )
 
 _BYTE_STRINGS: dict[type, str] = {bytes: "bytes", bytearray: "bytearray", np.bytes_: "np.bytes"}
@@ -73,7 +74,7 @@ class ColumnEncoder:
             return self._union(values, list(map(type, values)), where, depth)
         if not kinds:
             return self._nones(values, where, depth)
-        if depth > MAX_DEPTH:
+        if depth > MAX_DEPTH or (depth == _SUSPICIOUS_DEPTH and any(map(_too_deep, values))):
             raise _refusal(where, 0, f"more than {MAX_DEPTH} levels of nesting (or a container that contains itself)")
         kind = kinds.pop()
         encode = self._kinds.get(kind)
@@ -143,7 +144,10 @@ class ColumnEncoder:
         refusal = tensor_refusal(values[0])
         if refusal is not None:
             return self._others(values, where, refusal)
-        node, blocks, sizes = encode_tensors(values)
+        return self._alike(values)
+
+    def _alike(self, tensors: list[torch.Tensor]) -> Column:
+        node, blocks, sizes = encode_tensors(tensors)
         self.blocks.extend(blocks)
         return node, sizes
 
@@ -175,8 +179,8 @@ class ColumnEncoder:
         flat_names = list(chain.from_iterable(values))
         if 0 < len(names) <= _MAX_COLUMNS and flat_names == names * len(values) and set(map(type, flat_names)) == {str}:
             items = list(chain.from_iterable(map(dict.values, values)))
-            children, sizes = self._fields(items, names, lambda name: f"[{name!r}]", where, depth)
-            return ["dict", names, children], sizes
+            fields, sizes = self._fields(items, names, lambda name: f"[{name!r}]", where, depth)
+            return ["dict", names, fields], sizes
         lengths = self._lengths(values)
         flat = list(chain.from_iterable(map(dict.values, values)))
         keys, key_sizes = self.column(flat_names, _of_items(lengths, lambda _: " (a key)", where), depth + 1)
@@ -188,8 +192,8 @@ class ColumnEncoder:
         kind, width = type(values[0]), len(values[0])
         items = list(chain.from_iterable(values))
         if kind is tuple and 0 < width <= _MAX_TUPLE and set(map(len, values)) == {width}:
-            children, sizes = self._fields(items, list(range(width)), lambda place: f"[{place}]", where, depth)
-            return ["tuple", children], sizes
+            fields, sizes = self._fields(items, list(range(width)), lambda place: f"[{place}]", where, depth)
+            return ["tuple", width, fields], sizes
         lengths = self._lengths(values)
         starts = lengths.cumsum() - lengths
         node, sizes = self.column(
@@ -200,35 +204,38 @@ class ColumnEncoder:
     def _fields(
         self, items: list[Any], names: list[Any], path: Callable[[Any], str], where: Where, depth: int
     ) -> tuple[list[Any], Sizes]:
-        """The columns of rows that all have the same fields; ``items`` holds the rows one behind the other."""
-        children, total = [], np.zeros(len(items) // len(names), np.int64)
+        """The columns of rows that all have the same fields; ``items`` holds the rows one behind the other.
+
+        Tensors that are all alike become one column, whatever their fields (token ids beside labels).
+        """
+        width = len(names)
+        if width > 1 and set(map(type, items)) == {torch.Tensor} and are_alike(items) and not tensor_refusal(items[0]):
+            node, sizes = self._alike(items)
+            return ["woven", node], sizes.reshape(-1, width).sum(axis=1)
+        children, total = [], np.zeros(len(items) // width, np.int64)
         for place, name in enumerate(names):
-            node, sizes = self.column(items[place :: len(names)], _below(where, path(name)), depth + 1)
+            node, sizes = self.column(items[place::width], _below(where, path(name)), depth + 1)
             children.append(node)
             total += sizes
-        return children, total
+        return ["columns", children], total
 
     def _records(self, record: RecordClass, values: list[Any], where: Where, depth: int) -> Column:
         cls = record.cls
         reason = class_refusal(record)
         if reason is not None:
             return self._others(values, where, f"{cls.__module__}.{cls.__qualname__}: {reason}")
-        for row, value in enumerate(values):
-            extra = surplus(record, value)
-            if extra:
-                raise _refusal(where, row, f"a {cls.__qualname__} with attributes that are not fields: {sorted(extra)}")
         items: list[Any] = []
         for row, value in enumerate(values):
-            try:
-                items.extend(value if record.is_tuple else [getattr(value, name) for name in record.fields])
-            except AttributeError as error:
-                raise _refusal(where, row, f"a {cls.__qualname__} without a value for a field ({error})") from error
+            flaw = object_flaw(record, value)
+            if flaw is not None:
+                return self._others(values, where, f"{cls.__module__}.{cls.__qualname__} {flaw}", row)
+            items.extend(value if record.is_tuple else [getattr(value, name) for name in record.fields])
         node = ["named" if record.is_tuple else "dataclass", cls.__module__, cls.__qualname__, list(record.fields)]
         if not record.fields:
             _, sizes = self._nones(values, where, depth)
-            return [*node, []], sizes
-        children, sizes = self._fields(items, list(record.fields), lambda name: f".{name}", where, depth)
-        return [*node, children], sizes
+            return [*node, ["columns", []]], sizes
+        fields, sizes = self._fields(items, list(record.fields), lambda name: f".{name}", where, depth)
+        return [*node, fields], sizes
 
     def _union(self, values: list[Any], kinds: list[Hashable], where: Where, depth: int) -> Column:
         """Rows of several kinds: their tags, then a column for each kind."""
@@ -243,22 +250,36 @@ class ColumnEncoder:
             total[rows] = sizes
         return ["union", children], total
 
-    def _others(self, values: list[Any], where: Where, found: str | None = None) -> Column:
+    def _others(self, values: list[Any], where: Where, found: str | None = None, row: int = 0) -> Column:
         if not self._allow_pickle:
             kind = type(values[0])
-            raise _refusal(where, 0, found or f"{kind.__module__}.{kind.__qualname__}")
+            raise _refusal(where, row, found or f"{kind.__module__}.{kind.__qualname__}")
         pieces = []
-        for row, value in enumerate(values):
+        for place, value in enumerate(values):
             try:
                 pieces.append(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
             except Exception as error:
-                raise _refusal(where, row, f"{type(value).__qualname__}, which does not pickle ({error})") from error
+                raise _refusal(where, place, f"{type(value).__qualname__}, which does not pickle ({error})") from error
         return self._pieces("pickle", pieces)
 
 
 def _refusal(where: Where, row: int, found: str) -> CodecError:
     sample, path = where(row)
     return CodecError(f"cannot encode {path}: {found}; {_ACCEPTED}", sample)
+
+
+def _too_deep(value: Any, above: tuple[int, ...] = (), seen: set[int] | None = None) -> bool:
+    """Whether containers are nested too deeply, or in a circle: taken apart level by level, it might double at each."""
+    seen = set() if seen is None else seen
+    if id(value) in above or len(above) > MAX_DEPTH:
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    inner: Any = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+    if isinstance(value, (list, tuple)):
+        inner = value
+    return any(_too_deep(item, (*above, id(value)), seen) for item in inner)
 
 
 def _below(where: Where, suffix: str) -> Where:

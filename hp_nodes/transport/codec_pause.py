@@ -1,8 +1,8 @@
 """Python's cycle collector pauses while many objects are made that are all going to live.
 
-Decoding 65,536 samples makes some 200,000 objects. The collector counts them as a reason to run and walks them again and
-again, in vain: three quarters of the time of decoding went there. Only the threshold is changed, never ``gc.disable``: a
-program that switches the collector off or on meanwhile, in another thread, keeps its choice.
+Decoding 65,536 samples makes some 200,000 objects. The collector counts them as a reason to run and walks them
+again and again, in vain: three quarters of the time of decoding went there. Only the threshold is changed, never
+``gc.disable``: a program that switches the collector off or on meanwhile, in another thread, keeps its choice.
 """
 
 from __future__ import annotations

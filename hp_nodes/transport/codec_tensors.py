@@ -27,6 +27,7 @@ _CARRIED = (
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (_NATIVE + _CARRIED).split() if hasattr(torch, name)
 }
+SUPPORTED_DTYPES = tuple(_DTYPES.values())
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Copying some dtypes is not implemented for every layout of memory; integers of the same size carry their bits.
 _CARRIERS = {

@@ -1,11 +1,13 @@
 """What encoding and decoding cost: ``python tests/benchmarks/codec.py [--mebibytes 64] [--repeats 5]``.
 
-One table: for samples of 1 KiB, 64 KiB and 1 MiB, the best of several runs of encoding (``frame`` and ``write_into`` into a
-buffer that is there) and of decoding, in microseconds a sample and bytes per second, as shares of a bare copy of the same
-bytes and as multiples of what pickle takes for the same samples. All in one process and one run, with one torch thread.
+One table: for samples of 1 KiB, 64 KiB and 1 MiB, the best of several runs of encoding (``frame`` and
+``write_into`` into a buffer that is there) and of decoding, in microseconds a sample and bytes per second, as
+shares of a bare copy of the same bytes and as multiples of what pickle takes for the same samples. All in one
+process and one run, with one torch thread.
 
-How to read it: at 1 KiB the microseconds a sample count (they are Python objects made and looked at); from 64 KiB on the
-share of a bare copy counts. It cannot reach 1 while the checksum is computed: that reads the payload once more.
+How to read it: at 1 KiB the microseconds a sample count (they are Python objects made and looked at); from 64 KiB
+on the share of a bare copy counts. It cannot reach 1 while the checksum is computed: that reads the payload once
+more.
 """
 
 from __future__ import annotations
