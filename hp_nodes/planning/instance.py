@@ -7,7 +7,9 @@ order, and so is their conversion back to float64. That is why a plan is the sam
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +46,7 @@ class Instance:
     scale: float
 
     @classmethod
-    def of(cls, problem: PackingProblem, *, carries_loads: bool) -> Instance:
+    def of(cls, problem: PackingProblem, *, carries_loads: bool = False) -> Instance:
         """``carries_loads``: whether the objective counts ``initial_loads``."""
         order = _canonical_order(problem.keys)
         initial = problem.initial_loads if carries_loads and problem.initial_loads is not None else None
@@ -72,6 +74,44 @@ class Instance:
     @property
     def num_bins(self) -> int:
         return self.ranks * self.rounds * self.slots
+
+    @property
+    def units(self) -> int:
+        """Micro-batches over all ranks; ``unit = bin // slots``."""
+        return self.ranks * self.rounds
+
+    @cached_property
+    def by_tokens(self) -> NDArray[np.intp]:
+        """Samples in ascending order of tokens."""
+        return np.argsort(self.tokens, kind="stable")
+
+    @cached_property
+    def by_size(self) -> NDArray[np.intp]:
+        """Samples in descending order of cost; where cost does not follow tokens, of the shares of both."""
+        order = self.by_tokens[::-1]
+        if (np.diff(self.costs[order]) <= 0).all():
+            return order
+        share = self.costs / max(int(self.costs.sum()), 1) + self.tokens / max(int(self.tokens.sum()), 1)
+        return np.argsort(-share, kind="stable")
+
+    def in_one_round(self) -> Instance:
+        """The same bins when only a rank's total counts: one long micro-batch a rank."""
+        return replace(self, rounds=1, slots=self.rounds * self.slots)
+
+    def of_bins(self, bins: NDArray[np.int32]) -> Instance:
+        """Whole bins as samples: each fills a bin, so that all they can do is change places."""
+        tokens = np.full(self.num_bins, self.capacity)
+        return replace(
+            self,
+            order=None,
+            tokens=tokens,
+            costs=self.bin_costs(bins),
+            sizes=tokens,
+            needs=np.zeros((self.num_bins, 0), np.int64),
+            limits=np.zeros(0, np.int64),
+            reference=np.arange(self.num_bins, dtype=np.int32),
+            padding=None,
+        )
 
     def in_order_given(self, bins: NDArray[np.int32]) -> NDArray[np.int32]:
         """Bins of the samples in the order of the problem's arrays."""
@@ -107,7 +147,7 @@ def sums(values: NDArray[np.int64], bins: NDArray[np.int32], count: int) -> NDAr
     return np.bincount(bins, weights=values, minlength=count).astype(np.int64)
 
 
-def _taken(values: NDArray, order: NDArray[np.intp] | None) -> NDArray:  # type: ignore[type-arg]
+def _taken(values: NDArray[Any], order: NDArray[np.intp] | None) -> NDArray[Any]:
     return values if order is None else values[order]
 
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_nodes.planning.algorithm import BalancingAlgorithm, assign_checked, score
-from hp_nodes.planning.bounds import Bound, lower_bound
+from hp_nodes.planning.bounds import lower_bound
 from hp_nodes.planning.feasibility import explain_infeasible, refuse_hopeless
-from hp_nodes.planning.greedy import exchange_bins, longest_first
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.objectives import check_objective, evaluate
 from hp_nodes.planning.problem import PackingProblem
 from hp_nodes.planning.report import relative_gain
+from hp_nodes.planning.search import arranged, search
 from hp_nodes.types import PackingPlan, PlanReport
 
 __all__ = ["plan_packing"]
@@ -52,7 +52,11 @@ def plan_packing(
     if algorithm is not None:
         found = instance.canonical(assign_checked(algorithm, problem))
     else:
-        found = _search(problem, instance, objective)
+        view = instance if objective == "lockstep" else instance.in_one_round()
+        packed = search(view, judge.ints, objective)
+        if packed is None:
+            raise ValueError(explain_infeasible(problem))
+        found = arranged(instance, packed, objective)
     reference = instance.reference
     usable = reference is not None and len(np.unique(reference)) == instance.num_bins
     before = None if reference is None else judge(reference)
@@ -74,6 +78,8 @@ class _Judge:
         self.instance = instance
         self.algorithm = algorithm
         self.objective = objective if algorithm is None else type(algorithm).__name__
+        view = instance if objective == "lockstep" else instance.in_one_round()
+        self.ints = lower_bound(view, objective)
 
     def __call__(self, bins: NDArray[np.int32]) -> float:
         loads = self.instance.loads(bins)
@@ -82,27 +88,13 @@ class _Judge:
         value = evaluate(self.objective, loads, self.instance.initial)
         return value if self.objective == "balance" else value / self.instance.scale
 
-    def bound(self) -> Bound:
+    def bound(self) -> tuple[float, float, float, bool]:
+        """Lower bound, work, largest sample, in the unit of the costs; and whether that sample is what limits."""
+        scale, found = self.instance.scale, self.ints
         if self.algorithm is not None:
-            return Bound(float("nan"), 0.0, 0.0, False)
-        found = lower_bound(self.instance, self.objective)
-        unit = 1.0 if self.objective == "balance" else self.instance.scale
-        return Bound(
-            found.value / unit,
-            found.work / self.instance.scale,
-            found.largest_sample / self.instance.scale,
-            found.limited_by_sample,
-        )
-
-
-def _search(problem: PackingProblem, instance: Instance, objective: str) -> NDArray[np.int32]:
-    candidates = [longest_first(instance, objective)]
-    if instance.reference is not None:
-        candidates.append(exchange_bins(instance, instance.reference, objective))
-    found = [bins for bins in candidates if bins is not None and (np.bincount(bins, minlength=instance.num_bins) > 0).all()]
-    if not found:
-        raise ValueError(explain_infeasible(problem))
-    return min(found, key=lambda bins: evaluate(objective, instance.loads(bins), instance.initial))
+            return float("nan"), found.work / scale, found.largest_sample / scale, False
+        value = found.value if self.objective == "balance" else found.value / scale
+        return value, found.work / scale, found.largest_sample / scale, found.limited_by_sample
 
 
 def _report(
@@ -116,13 +108,13 @@ def _report(
     started: float,
 ) -> PlanReport:
     reference = instance.reference
-    bound = judge.bound()
+    bound, work, largest, limited = judge.bound()
     tokens = instance.used_tokens(used)
     return PlanReport(
         objective=judge.objective,
         before=before,
         after=judge(used),
-        lower_bound=bound.value,
+        lower_bound=bound,
         gain=gain,
         threshold=gate,
         accepted=accepted,
@@ -134,9 +126,9 @@ def _report(
         samples_before=None if reference is None else _grid(instance, np.bincount(reference, minlength=instance.num_bins)),
         samples_after=_grid(instance, np.bincount(used, minlength=instance.num_bins)),
         padding=int(np.maximum(instance.capacity - tokens, 0).sum()),
-        work=bound.work,
-        largest_sample=bound.largest_sample,
-        note=_LARGEST if bound.limited_by_sample else "",
+        work=work,
+        largest_sample=largest,
+        note=_LARGEST if limited else "",
     )
 
 

@@ -1,0 +1,155 @@
+"""Builds a packing from nothing: samples in descending size, in waves, to the micro-batches that need them most.
+
+A micro-batch has a *need* (cost still missing to its level) and a *share* (tokens still missing). Each wave takes the
+micro-batches with the densest need per token of share, among those with room for the next sample and a need of at least
+its cost, and gives one sample to each: the largest sample to the densest need. A sample that would overshoot everywhere
+goes to the largest need, as in longest-processing-time scheduling (Graham 1969). Inside a micro-batch the fullest bin
+that still fits takes it. Waves are as small as a bounded number of them allows, so that the cost is O(N log N).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_nodes.planning.instance import Instance
+from hp_nodes.planning.levels import Levels
+
+__all__ = ["construct"]
+
+WAVES = 80
+"""About how many waves there are; more are finer, and slower."""
+ALIKE = 0.9
+"""A wave reaches down to this part of the densest need."""
+LEAST_SHARE = 50
+"""A micro-batch without tokens left to its share counts as if 1/50 of a bin were left."""
+
+
+def construct(instance: Instance, levels: Levels) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+    """The bin of each sample (int32[n], -1: none) and the samples that found no bin, largest first."""
+    return _Construction(instance, levels).run()
+
+
+class _Construction:
+    def __init__(self, instance: Instance, levels: Levels) -> None:
+        self.instance = instance
+        self.bins = np.full(len(instance.tokens), -1, np.int32)
+        self.room = np.full((instance.units, instance.slots), instance.capacity)
+        self.most_room = np.full(instance.units, instance.capacity)
+        self.left = np.tile(instance.limits, (instance.units, instance.slots, 1))
+        self.empty = np.ones((instance.units, instance.slots), np.bool_)
+        self.num_empty = instance.num_bins
+        self.need = levels.cost.copy()
+        self.share = levels.tokens.copy()
+        self.least_share = max(instance.capacity // LEAST_SHARE, 1)
+        self.nowhere: list[NDArray[np.intp]] = []
+
+    def run(self) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+        instance = self.instance
+        order = instance.by_size
+        oversized = instance.tokens[order] > instance.capacity
+        if oversized.any():
+            self._place_alone(order[oversized])
+            order = order[~oversized]
+        wave = min(max(len(order) // WAVES, instance.units // 16, 1), instance.units)
+        place, waiting = 0, order[:0]
+        while place < len(order) or len(waiting):
+            remaining = len(order) - place + len(waiting)
+            if remaining <= self.num_empty:
+                self._fill_empty(np.concatenate([waiting, order[place:]]))
+                break
+            chosen = self._neediest(int(waiting[0] if len(waiting) else order[place]), wave)
+            if not len(chosen):
+                first = waiting[:1] if len(waiting) else order[place : place + 1]
+                self.nowhere.append(first)
+                waiting, place = (waiting[1:], place) if len(waiting) else (waiting, place + 1)
+                continue
+            chosen = chosen[: remaining - self.num_empty]
+            taken = max(min(len(chosen) - len(waiting), len(order) - place), 0)
+            batch = np.concatenate([waiting[: len(chosen)], order[place : place + taken]]) if len(waiting) else order[place : place + taken]
+            waiting, place = waiting[len(chosen) :], place + taken
+            waiting = np.concatenate([self._place(batch, chosen[: len(batch)]), waiting])
+        nowhere = np.concatenate(self.nowhere) if self.nowhere else order[:0]
+        return self.bins, nowhere[np.argsort(-instance.tokens[nowhere], kind="stable")]
+
+    def _neediest(self, sample: int, wave: int) -> NDArray[np.intp]:
+        """Micro-batches for a wave that starts with ``sample``, the densest need first."""
+        units = np.flatnonzero(self.most_room >= self.instance.tokens[sample])
+        need = self.need[units]
+        enough = need >= self.instance.costs[sample]
+        if enough.any():
+            if not enough.all():
+                units, need = units[enough], need[enough]
+            density = need / np.maximum(self.share[units], self.least_share)
+        else:
+            density = need.astype(np.float64)
+        order = np.argsort(-density, kind="stable")
+        if len(order) <= wave:
+            return units[order]
+        alike = int(np.searchsorted(-density[order], -ALIKE * density[order[0]], side="right")) if enough.any() else wave
+        return units[order[: max(alike, wave)]]
+
+    def _place(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> NDArray[np.intp]:
+        """One sample to each unit; returns those that must wait."""
+        slots, fits = self._best_fit(batch, units)
+        if fits.all():
+            self._put(batch, units, slots)
+            return batch[:0]
+        self._put(batch[fits], units[fits], slots[fits])
+        return self._place_roomiest(batch[~fits], progress=bool(fits.any()))
+
+    def _best_fit(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        tokens = self.instance.tokens[batch]
+        fits = self.room[units] >= tokens[:, None]
+        if self.left.shape[2]:
+            fits &= (self.left[units] >= self.instance.needs[batch][:, None, :]).all(axis=2)
+        if self.instance.slots == 1:
+            return np.zeros(len(batch), np.intp), fits[:, 0]
+        room = np.where(fits, self.room[units], np.iinfo(np.int64).max)
+        return room.argmin(axis=1), fits.any(axis=1)
+
+    def _place_roomiest(self, failed: NDArray[np.intp], progress: bool) -> NDArray[np.intp]:
+        """The longest sample to the micro-batch with most room, and so on; returns those that may fit later."""
+        failed = failed[np.argsort(-self.instance.tokens[failed], kind="stable")]
+        units = np.argsort(-self.most_room, kind="stable")[: len(failed)]
+        batch = failed[: len(units)]
+        slots, fits = self._best_fit(batch, units)
+        self._put(batch[fits], units[fits], slots[fits])
+        rest = np.concatenate([batch[~fits], failed[len(units) :]])
+        hopeless = self.instance.tokens[rest] > self.most_room.max()
+        if not (progress or fits.any()):
+            hopeless[:1] = True
+        self.nowhere.append(rest[hopeless])
+        return rest[~hopeless]
+
+    def _put(self, batch: NDArray[np.intp], units: NDArray[np.intp], slots: NDArray[np.intp]) -> None:
+        instance = self.instance
+        tokens = instance.tokens[batch]
+        self.bins[batch] = units * instance.slots + slots
+        self.room[units, slots] -= tokens
+        self.share[units] -= tokens
+        self.need[units] -= instance.costs[batch]
+        self.most_room[units] = self.room[units].max(axis=1) if instance.slots > 1 else self.room[units, 0]
+        if self.left.shape[2]:
+            self.left[units, slots] -= instance.needs[batch]
+        if self.num_empty:
+            self.num_empty -= int(np.count_nonzero(self.empty[units, slots]))
+            self.empty[units, slots] = False
+
+    def _fill_empty(self, rest: NDArray[np.intp]) -> None:
+        """As many samples as bins are empty, or fewer: one each, the largest to the largest need."""
+        units, slots = np.nonzero(self.empty)
+        order = np.argsort(-self.need[units], kind="stable")[: len(rest)]
+        # Several bins of one unit may be among them, so sums must be accumulated.
+        self.bins[rest] = units[order] * self.instance.slots + slots[order]
+        self.num_empty -= len(rest)
+
+    def _place_alone(self, oversized: NDArray[np.intp]) -> None:
+        """Each in a bin of its own that nothing else enters, the bins of different micro-batches first."""
+        for start in range(0, len(oversized), self.instance.units):
+            batch = oversized[start : start + self.instance.units]
+            units = np.argsort(-self.need, kind="stable")[: len(batch)]
+            slots = self.empty[units].argmax(axis=1)
+            self._put(batch, units, slots)
+            self.room[units, slots] = -1
+            self.most_room[units] = self.room[units].max(axis=1)

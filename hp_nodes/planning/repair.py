@@ -1,0 +1,83 @@
+"""Finds bins for samples that fit nowhere: free room is gathered in a few bins by moves and swaps until they fit.
+
+Small rooms of many bins are worth nothing to a longer sample. So each bin with much room is paired with another, and of all
+exchanges between the two (one or two samples each way) the one is taken that leaves the other bin fullest; the room of
+both is then in one place. Repeated, it doubles like the rounds of a tournament.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_nodes.planning.exchange import NEVER, ExchangeSets, forbid_emptying
+from hp_nodes.planning.instance import Instance
+from hp_nodes.planning.packing import Packing
+
+__all__ = ["repair"]
+
+ATTEMPTS = 24
+DONORS = 12
+"""Bins that may give their room to one sample."""
+
+
+def repair(instance: Instance, bins: NDArray[np.int32], nowhere: NDArray[np.intp]) -> bool:
+    """Places the samples of ``nowhere`` (their bin is -1), changing ``bins`` in place. False when some remain."""
+    packing = Packing(instance, bins)
+    for _ in range(ATTEMPTS):
+        nowhere = _place_roomiest(packing, nowhere)
+        if not len(nowhere):
+            return True
+        if not _gather(packing, len(nowhere)):
+            return False
+    return False
+
+
+def _place_roomiest(packing: Packing, nowhere: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The longest sample to the bin with most room, and so on; returns those that did not fit."""
+    nowhere = nowhere[np.argsort(-packing.tokens[nowhere], kind="stable")]
+    while len(nowhere):
+        bins = np.argsort(packing.used, kind="stable")[: len(nowhere)]
+        batch = nowhere[: len(bins)]
+        fits = packing.tokens[batch] <= packing.room(bins)
+        if packing.taken.shape[1]:
+            fits &= (packing.needs[batch] + packing.taken[bins] <= packing.instance.limits).all(axis=1)
+        if not fits.any():
+            break
+        packing.add(batch[fits], bins[fits])
+        nowhere = np.concatenate([batch[~fits], nowhere[len(bins) :]])
+    return nowhere
+
+
+def _gather(packing: Packing, wanted: int) -> int:
+    """One round of the tournament; returns how many bins gained room."""
+    packing.index()
+    order = np.argsort(packing.used, kind="stable")
+    order = order[packing.room(order) >= 0]
+    order = order[: max(2, wanted * DONORS)]
+    half = min(wanted, len(order) // 2) if len(order) > 2 * wanted else len(order) // 2
+    if not half:
+        return 0
+    roomy, donors = order[:half], order[half : 2 * half]
+    sets = ExchangeSets(packing, thorough=True)
+    gives, takes = sets.of(roomy), sets.of(donors)
+
+    def moved(values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.asarray(sets.total(values, gives)[:, :, None] - sets.total(values, takes)[:, None, :])
+
+    tokens = moved(packing.tokens)
+    value = -tokens
+    value[tokens > packing.room(donors)[:, None, None]] = NEVER
+    for column, limit in enumerate(packing.instance.limits):
+        need = moved(packing.needs[:, column])
+        value[need > (limit - packing.taken[donors, column])[:, None, None]] = NEVER
+        value[-need > (limit - packing.taken[roomy, column])[:, None, None]] = NEVER
+    forbid_emptying(packing, sets, value[:, None], gives, takes[:, None], roomy, donors[:, None])
+    flat = value.reshape(half, -1)
+    best = flat.argmin(axis=1)
+    row = np.flatnonzero(flat[np.arange(half), best] < 0)
+    give, take = np.divmod(best[row], sets.num)
+    for of_set in (sets.first, sets.second):
+        packing.move(gives[row, of_set[give]], roomy[row], donors[row])
+        packing.move(takes[row, of_set[take]], donors[row], roomy[row])
+    return len(row)
