@@ -15,7 +15,7 @@ from typing import Any
 
 from hp_nodes.types import SampleKey
 
-__all__ = ["DataPlaneError", "failing_at", "note_location"]
+__all__ = ["DataPlaneError", "exchanging", "failing_at", "note_location"]
 
 _LOCATION = "_hp_nodes_location"
 
@@ -126,6 +126,24 @@ def _from_fields(fields: dict[str, Any], agreed: bool) -> DataPlaneError:
     error = DataPlaneError(message, **fields)
     error.agreed = agreed
     return error
+
+
+class exchanging:
+    """Context: a transport's own failure inside (a time limit, a broken connection) happened at this node and step."""
+
+    __slots__ = ("_epoch", "_node", "_step")
+
+    def __init__(self, node: str, epoch: int | None = None, step: int | None = None) -> None:
+        self._node = node
+        self._epoch = epoch
+        self._step = step
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, DataPlaneError) and error.node is None:
+            error.node, error.epoch, error.step = self._node, self._epoch, self._step
 
 
 def note_location(

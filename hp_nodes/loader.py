@@ -68,6 +68,7 @@ class DistributedDataLoader:
         self._exhausted = False
         self._held = False
         self._closed = False
+        self._failure: BaseException | None = None
         self._finalizer = weakref.finalize(self, _close_transports, self._transports)
         self.graph.reset(None)
 
@@ -89,6 +90,9 @@ class DistributedDataLoader:
             batch = next(self.graph)
         except StopIteration:
             self._exhausted = True
+            raise
+        except BaseException as error:
+            self._failure = error
             raise
         if not isinstance(batch, MicroBatch):
             raise TypeError(f"the graph gave a {type(batch).__name__}; accepted: MicroBatch, as a Collator makes them")
@@ -195,6 +199,7 @@ class DistributedDataLoader:
         if self._closed:
             return
         self._closed = True
+        error = error if error is not None else self._failure
         nodes = list(all_nodes(self.graph))
         # Orderly from the consumer down; because of an error from below, so that whoever waits above is woken.
         for node in nodes if error is not None else reversed(nodes):

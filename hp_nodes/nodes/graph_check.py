@@ -47,7 +47,7 @@ def describe(graph: BaseNode[Any]) -> str:
 
 
 def _is_setting(key: str, value: Any) -> bool:
-    hidden = key.startswith("_") or key in ("name", "first_given", "announces_close")
+    hidden = key.startswith("_") or key in ("name", "first_given")
     return not hidden and isinstance(value, (bool, int, float, str))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import DataPlaneError
+from hp_nodes.errors import DataPlaneError, exchanging
 from hp_nodes.nodes.graph import all_nodes, read_state
 from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import RunAhead, again
@@ -23,7 +23,7 @@ from hp_nodes.transport import Transport
 from hp_nodes.transport.opening import Status, check_statuses
 from hp_nodes.types import MicroBatch
 
-__all__ = ["HostPrefetcher"]
+__all__ = ["HostPrefetcher", "announce"]
 
 _GRACE_S = 3.0
 Unit = list[tuple[MicroBatch, dict[str, Any]]]
@@ -83,19 +83,16 @@ class HostPrefetcher(Stage[MicroBatch]):
     def close(self, error: BaseException | None = None) -> None:
         """Stop the thread: at the agreed place, or, because of an error, after telling the other ranks of it."""
         if error is not None and self.transport.size > 1 and self._end is None:
-            self._announce_close()
+            self._announce_close(error)
         self._stop()
 
-    def _announce_close(self) -> None:
-        """Answer the next opening with "closed", for a short time."""
-        openers = [node for node in all_nodes(self) if isinstance(node, Planner)]
-        for opener in openers:
-            opener.announces_close = True
+    def _announce_close(self, error: BaseException) -> None:
+        """Answer the next opening with "closed", or the error that the others do not know of yet, for a short time."""
+        announce(self, Status.CLOSED if not isinstance(error, DataPlaneError) else error)
         if self._ahead is None:
             self._ahead = self._run_ahead()
         self._ahead.run_on(_GRACE_S)
-        for opener in openers:
-            opener.announces_close = False
+        announce(self, None)
 
     def _stop(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -118,6 +115,13 @@ class HostPrefetcher(Stage[MicroBatch]):
         except BaseException as error:
             self._end = error
             raise
+
+
+def announce(graph: BaseNode[Any], what: DataPlaneError | Status | None) -> None:
+    """Let the next opening below ``graph`` bring this instead of a window."""
+    for node in all_nodes(graph):
+        if isinstance(node, Planner):
+            node.announcement = what
 
 
 class _WindowPull:
@@ -153,6 +157,7 @@ class _WindowPull:
         return failed
 
     def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> None:
-        where = f"{self._name}, epoch {unit[0][0].epoch}, step {unit[0][0].step}" if unit else self._name
-        told = self._transport.all_gather(np.array([status], dtype=np.int64).view(np.uint8), f"{self._name}: closing")
-        check_statuses(self._transport, told.view(np.int64)[:, 0], error, where)
+        located = exchanging(self._name, unit[0][0].epoch, unit[0][0].step) if unit else exchanging(self._name)
+        with located:
+            told = self._transport.all_gather(np.array([status], dtype=np.int64).view(np.uint8), f"{self._name}: closing")
+            check_statuses(self._transport, told.view(np.int64)[:, 0], error, self._name)

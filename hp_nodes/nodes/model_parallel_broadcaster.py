@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import DataPlaneError, failing_at
+from hp_nodes.errors import DataPlaneError, exchanging, failing_at
 from hp_nodes.nodes.graph import NODES_KEY
+from hp_nodes.nodes.host_prefetcher import announce
 from hp_nodes.nodes.run_ahead import again
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.nodes.window_sampler import next_epoch
 from hp_nodes.plain import from_text, to_text
 from hp_nodes.transport import Transport
-from hp_nodes.transport.codec import Codec
+from hp_nodes.transport.codec import Codec, Frame
 from hp_nodes.transport.opening import Status
 from hp_nodes.types import MicroBatch
 
@@ -102,44 +103,57 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             batch: MicroBatch = self.pull()
             if self.transport.size == 1:
                 return batch
-            with failing_at(self.name, epoch=batch.epoch, step=batch.step):
-                frame = self.codec.frame([batch.data])
-            state = to_text(super().source_state()).encode() if batch.ends_step else b""
+            frame, state = self._encoded(batch)
         except StopIteration:
-            self._tell(np.array([Status.END], dtype=np.int64), b"")
+            self._tell(np.array([Status.END], dtype=np.int64))
             raise
         except BaseException as failure:
             if self.transport.size > 1:
-                rank = self.transport.global_ranks[0]
-                text = DataPlaneError.of(failure, rank=rank, node=self.name).to_bytes()
-                header = np.zeros(_FIELDS, dtype=np.int64)
-                header[0], header[9] = Status.ERROR, len(text)
-                self._tell(header, text)
-            raise
-        header = _header(batch, frame.nbytes, len(state))
+                failure = self._common(failure)
+            raise failure
         body = np.empty(frame.nbytes + len(state), dtype=np.uint8)
         frame.write_into(body[: frame.nbytes])
         body[frame.nbytes :] = np.frombuffer(state, dtype=np.uint8)
-        self._tell(header, body)
+        self._tell(_header(batch, frame.nbytes, len(state)), body)
         return batch
 
-    def _tell(self, header: NDArray[np.int64], body: bytes | NDArray[np.uint8]) -> None:
+    def _encoded(self, batch: MicroBatch) -> tuple[Frame, bytes]:
+        with failing_at(self.name, epoch=batch.epoch, step=batch.step):
+            state = to_text(super().source_state()).encode() if batch.ends_step else b""
+            return self.codec.frame([batch.data]), state
+
+    def _common(self, failure: BaseException) -> DataPlaneError:
+        """Tell the peers of a failure; the other constructors, when they do not know of it, by the next exchange."""
+        error = DataPlaneError.of(failure, rank=self.transport.global_ranks[0], node=self.name)
+        if error is not failure:
+            error.__cause__ = failure
+        text = error.to_bytes()
+        header = np.zeros(_FIELDS, dtype=np.int64)
+        header[0], header[9] = Status.ERROR, len(text)
+        self._tell(header, np.frombuffer(text, dtype=np.uint8).copy())
+        if not error.agreed:
+            announce(self, error)
+        return error
+
+    def _tell(self, header: NDArray[np.int64], body: NDArray[np.uint8] | None = None) -> None:
         if self.transport.size == 1:
             return
         sent = np.zeros(_FIELDS, dtype=np.int64)
         sent[: len(header)] = header
-        self.transport.broadcast(sent.view(np.uint8), 0, f"{self.name}: header")
-        if len(body):
-            buffer = np.frombuffer(body, dtype=np.uint8).copy() if isinstance(body, bytes) else body
-            self.transport.broadcast(buffer, 0, f"{self.name}: body")
+        with exchanging(self.name):
+            self.transport.broadcast(sent.view(np.uint8), 0, f"{self.name}: header")
+            if body is not None and len(body):
+                self.transport.broadcast(body, 0, f"{self.name}: body")
 
     def _receive(self) -> MicroBatch:
         header = np.zeros(_FIELDS, dtype=np.int64)
-        self.transport.broadcast(header.view(np.uint8), 0, f"{self.name}: header")
+        with exchanging(self.name):
+            self.transport.broadcast(header.view(np.uint8), 0, f"{self.name}: header")
         frame_nbytes, state_nbytes, error_nbytes = (int(size) for size in header[7:10])
         body = np.empty(error_nbytes or (frame_nbytes + state_nbytes), dtype=np.uint8)
         if len(body):
-            self.transport.broadcast(body, 0, f"{self.name}: body")
+            with exchanging(self.name):
+                self.transport.broadcast(body, 0, f"{self.name}: body")
         if header[0] == Status.END:
             raise StopIteration
         if header[0] == Status.ERROR:

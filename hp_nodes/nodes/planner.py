@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import DataPlaneError, failing_at
+from hp_nodes.errors import DataPlaneError, exchanging, failing_at
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.planning import BalancingAlgorithm, PackingPlan, PackingProblem, plan_packing
 from hp_nodes.planning.wire import plan_from_bytes, plan_nbytes, plan_to_bytes
@@ -78,8 +78,8 @@ class Planner(Stage[Window]):
         self.packing_budgets = dict(packing_budgets or {})
         self.padding_cost = None if padding_cost is None else np.asarray(padding_cost, dtype=np.float64)
         self.broadcast_plan = broadcast_plan
-        self.announces_close = False
-        """Set from another thread: answer the next opening with "closed" instead of a window."""
+        self.announcement: DataPlaneError | Status | None = None
+        """Set from another thread: what the next opening brings instead of a window: "closed", or an error from above."""
         self._capacity = 1
         self._loads: tuple[int, int, NDArray[np.float64]] | None = None
 
@@ -102,26 +102,29 @@ class Planner(Stage[Window]):
 
     def next(self) -> Window:
         brought, window = self._bring()
-        where = self.name if window is None else f"{self.name}, epoch {window.epoch}, step {window.step}"
         before_reading = window is not None and window.samples is None
         dtype = row_dtype(before_reading, len(self.packing_budgets))
-        opened = open_window(self.transport, brought, self._capacity, dtype, where)
+        with self._exchanging(window):
+            opened = open_window(self.transport, brought, self._capacity, dtype, self.name)
         if opened is None:
             raise StopIteration
         assert window is not None
         rows, firsts, self._capacity = opened
         counts = np.array([len(mine) for mine in rows])
         problem, error = self._problem(window, rows, firsts, before_reading)
-        plan = self._agreed_plan(problem, error, window, where)
+        plan = self._agreed_plan(problem, error, window)
         self._carry(window, plan)
         share = self._assignment(window, np.concatenate(rows), firsts, counts, plan, before_reading)
         report = BalanceReport(plan=plan.report, dropped=window.dropped)
         return self.give(replace(window, plan=plan, assignment=share, report=report))
 
+    def _exchanging(self, window: Window | None) -> exchanging:
+        return exchanging(self.name) if window is None else exchanging(self.name, window.epoch, window.step)
+
     def _bring(self) -> tuple[Opening | Status | DataPlaneError, Window | None]:
         """What this rank says in the opening, and its window when it has one."""
-        if self.announces_close:
-            return Status.CLOSED, None
+        if self.announcement is not None:
+            return self.announcement, None
         window: Window | None = None
         try:
             window = self.pull()
@@ -217,12 +220,12 @@ class Planner(Stage[Window]):
         return problem, None
 
     def _agreed_plan(
-        self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window, where: str
+        self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window
     ) -> PackingPlan:
         if problem is None:
             self._raise_everywhere(error)
         if self.broadcast_plan and self.transport.size > 1:
-            return self._broadcast_plan(problem, window, where)
+            return self._broadcast_plan(problem, window)
         planned = self._plan(problem, window)
         if isinstance(planned, DataPlaneError):
             self._raise_everywhere(planned)
@@ -242,7 +245,7 @@ class Planner(Stage[Window]):
             failed.__cause__ = error
             return failed
 
-    def _broadcast_plan(self, problem: PackingProblem, window: Window, where: str) -> PackingPlan:
+    def _broadcast_plan(self, problem: PackingProblem, window: Window) -> PackingPlan:
         buffer = np.zeros(8 + plan_nbytes(problem), dtype=np.uint8)
         planned: PackingPlan | DataPlaneError | None = None
         if self.transport.rank == 0:
@@ -251,9 +254,10 @@ class Planner(Stage[Window]):
                 buffer[8:] = plan_to_bytes(planned)
             else:
                 buffer[0] = Status.ERROR
-        self.transport.broadcast(buffer, 0, f"{where}: plan")
-        if buffer[0] == Status.ERROR:
-            raise_common(self.transport, planned if isinstance(planned, DataPlaneError) else None, where)
+        with self._exchanging(window):
+            self.transport.broadcast(buffer, 0, f"{self.name}: plan")
+            if buffer[0] == Status.ERROR:
+                raise_common(self.transport, planned if isinstance(planned, DataPlaneError) else None, self.name)
         if isinstance(planned, PackingPlan):
             return planned
         named = self.objective if self.algorithm is None else type(self.algorithm).__name__

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import DataPlaneError, failing_at
+from hp_nodes.errors import DataPlaneError, exchanging, failing_at
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.transport import Transport
 from hp_nodes.transport.codec import Codec, Frame
@@ -96,13 +96,15 @@ class Router(Stage[Window]):
             if isinstance(failure, DataPlaneError) and failure.agreed:
                 raise
             status, error = Status.ERROR, self._failure(failure, window)
-        where = self.name if window is None else f"{self.name}, epoch {window.epoch}, step {window.step}"
-        frame_sizes = self._agree(status, error, window, parcels, where)
+        located = exchanging(self.name) if window is None else exchanging(self.name, window.epoch, window.step)
+        with located:
+            frame_sizes = self._agree(status, error, window, parcels)
         if window is None:
             raise StopIteration
         assert window.assignment is not None and window.samples is not None
         share = window.assignment
-        received = self._exchange(parcels, share, frame_sizes, where) if share.moves else []
+        with located:
+            received = self._exchange(parcels, share, frame_sizes) if share.moves else []
         with failing_at(self.name, epoch=window.epoch, step=window.step):
             keys, samples = self._assembled(window, share, received, frame_sizes)
         return self.give(
@@ -153,7 +155,6 @@ class Router(Stage[Window]):
         error: DataPlaneError | None,
         window: Window | None,
         parcels: list[_Parcel],
-        where: str,
     ) -> NDArray[np.int64]:
         """Tell everybody this rank's status and plan, and each peer what it will get. Returns the bytes of each frame."""
         records = np.zeros((self.transport.size, _RECORD), dtype=np.int64)
@@ -163,14 +164,14 @@ class Router(Stage[Window]):
             records[:, 1] = int.from_bytes(digest, "little", signed=True)
         records[:, 2] = [parcel.frame_nbytes for parcel in parcels] or 0
         each = [8 * _RECORD] * self.transport.size
-        told = self.transport.all_to_all(records.view(np.uint8).reshape(-1), each, each, f"{where}: sizes")
+        told = self.transport.all_to_all(records.view(np.uint8).reshape(-1), each, each, f"{self.name}: sizes")
         told_records = told.view(np.int64).reshape(-1, _RECORD)
-        check_statuses(self.transport, told_records[:, 0], error, where)
+        check_statuses(self.transport, told_records[:, 0], error, self.name)
         different = np.flatnonzero(told_records[:, 1] != told_records[0, 1])
         if len(different):
             ranks = self.transport.global_ranks
             apart = DataPlaneError(
-                f"{where}: ranks {[ranks[place] for place in different]} have another plan than rank {ranks[0]}",
+                f"ranks {[ranks[place] for place in different]} have another plan than rank {ranks[0]}",
                 rank=ranks[int(different[0])],
                 node=self.name,
             )
@@ -179,7 +180,7 @@ class Router(Stage[Window]):
         return told_records[:, 2]
 
     def _exchange(
-        self, parcels: list[_Parcel], share: Assignment, frame_sizes: NDArray[np.int64], where: str
+        self, parcels: list[_Parcel], share: Assignment, frame_sizes: NDArray[np.int64]
     ) -> list[NDArray[np.uint8]]:
         outgoing = [parcel.nbytes for parcel in parcels]
         buffer = np.zeros(sum(outgoing), dtype=np.uint8)
@@ -188,7 +189,7 @@ class Router(Stage[Window]):
             parcel.write_into(buffer[end : end + size])
             end += size
         incoming = [_parcel_nbytes(*pair) for pair in zip(self._arrivals(share), frame_sizes.tolist())]
-        received = self.transport.all_to_all(buffer, outgoing, incoming, f"{where}: payload")
+        received = self.transport.all_to_all(buffer, outgoing, incoming, f"{self.name}: payload")
         return np.split(received, np.cumsum(incoming)[:-1])
 
     def _arrivals(self, share: Assignment) -> list[int]:

@@ -60,7 +60,7 @@ def open_window(
     mine: Opening | Status | DataPlaneError,
     capacity: int,
     dtype: np.dtype[np.void],
-    where: str,
+    node: str,
 ) -> tuple[list[NDArray[np.void]], NDArray[np.int64], int] | None:
     """Exchange openings.
 
@@ -98,39 +98,39 @@ def open_window(
     sent[: len(head)] = head
     fitting = min(len(rows), capacity * row)
     sent[len(head) : len(head) + fitting] = rows[:fitting]
-    received = transport.all_gather(sent, f"{where}: opening")
+    received = transport.all_gather(sent, f"{node}: opening")
     records = np.ascontiguousarray(received[:, : len(head)]).view(np.int64)
-    check_statuses(transport, records[:, 0], mine if isinstance(mine, DataPlaneError) else None, where)
+    check_statuses(transport, records[:, 0], mine if isinstance(mine, DataPlaneError) else None, node)
     if records[0, 0] == Status.END:
         return None
-    _check_places(transport, records, where)
+    _check_places(transport, records, node)
     counts = records[:, 6]
     most = int(counts.max())
     if most > capacity:
         sent = np.zeros(most * row, dtype=np.uint8)
         sent[: len(rows)] = rows
-        received = transport.all_gather(sent, f"{where}: numbers")
+        received = transport.all_gather(sent, f"{node}: numbers")
     else:
         received = received[:, len(head) :]
     gathered = [received[place, : int(count) * row].copy().view(dtype) for place, count in enumerate(counts)]
     return gathered, records[:, 7], max(capacity, 1 << (most - 1).bit_length())
 
 
-def check_statuses(transport: Transport, statuses: NDArray[np.int64], error: DataPlaneError | None, where: str) -> None:
+def check_statuses(transport: Transport, statuses: NDArray[np.int64], error: DataPlaneError | None, node: str) -> None:
     """Raise the one error that follows from everybody's status; return when all bring the same."""
     if (statuses == Status.ERROR).any():
-        raise_common(transport, error, where)
+        raise_common(transport, error, node)
     ranks = np.asarray(transport.global_ranks)
     if (statuses == Status.CLOSED).any():
         closed = ranks[statuses == Status.CLOSED].tolist()
-        raise _agreed(f"{where}: ranks {closed} closed their loader because of an error of their own", closed[0])
+        raise _agreed(f"rank {closed[0]} closed its loader because of an error of its own (closed: ranks {closed})", closed[0], node)
     ended = statuses == Status.END
     if ended.any() and not ended.all():
         early, others = ranks[ended].tolist(), ranks[~ended].tolist()
-        raise _agreed(f"{where}: ranks {early} have no more data while ranks {others} have; all must have equally many", early[0])
+        raise _agreed(f"ranks {early} have no more data while ranks {others} have; all must have equally many", early[0], node)
 
 
-def _check_places(transport: Transport, records: NDArray[np.int64], where: str) -> None:
+def _check_places(transport: Transport, records: NDArray[np.int64], node: str) -> None:
     different = (records[:, 1:6] != records[0, 1:6]).any(axis=1)
     if different.any():
         rank = int(np.flatnonzero(different)[0])
@@ -138,10 +138,10 @@ def _check_places(transport: Transport, records: NDArray[np.int64], where: str) 
             ", ".join(f"{name} {value}" for name, value in zip(_FIELDS[1:6], records[place, 1:6])) for place in (0, rank)
         )
         ranks = transport.global_ranks
-        raise _agreed(f"{where}: rank {ranks[0]} is at {ours}; rank {ranks[rank]} is at {theirs}", ranks[rank])
+        raise _agreed(f"rank {ranks[0]} is at {ours}; rank {ranks[rank]} is at {theirs}", ranks[rank], node)
 
 
-def _agreed(message: str, rank: int) -> DataPlaneError:
-    error = DataPlaneError(message, rank=rank)
+def _agreed(message: str, rank: int, node: str) -> DataPlaneError:
+    error = DataPlaneError(message, rank=rank, node=node)
     error.agreed = True
     return error
