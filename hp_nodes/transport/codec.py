@@ -164,12 +164,13 @@ def _flat(buffer: Bytes | torch.Tensor) -> Bytes:
 def _payload_nbytes(value: Any) -> int:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.nbytes)
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
     if isinstance(value, Mapping):
         return sum(map(_payload_nbytes, value.values()))
     if isinstance(value, (list, tuple)):
-        return sum(map(_payload_nbytes, value))
-    if isinstance(value, (str, bytes, bytearray)):
-        return len(value)
+        plain = bool(value) and isinstance(value[0], (int, float))  # a list of token ids is not walked
+        return 8 * len(value) if plain else sum(map(_payload_nbytes, value))
     if hasattr(value, "__dataclass_fields__"):
         return sum(_payload_nbytes(getattr(value, name, None)) for name in value.__dataclass_fields__)
     return 8

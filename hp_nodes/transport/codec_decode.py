@@ -26,15 +26,24 @@ from hp_nodes.transport.codec_frame import Bytes, CodecError
 from hp_nodes.transport.codec_tensors import decode_tensors, tensor_itemsize
 
 _MAX_RANK = 64
+_SHORT = 1 << 14  # bytes of a structure that is worth remembering
 
 
-@lru_cache(maxsize=64)
 def read_structure(text: bytes) -> Any:
     """Plain lists and text. Shared by chunks of one structure: not to be changed.
 
     Raises:
         CodecError: it is no JSON.
     """
+    return _parse_often(text) if len(text) < _SHORT else _parse(text)
+
+
+@lru_cache(maxsize=64)
+def _parse_often(text: bytes) -> Any:
+    return _parse(text)
+
+
+def _parse(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -229,6 +229,9 @@ def test_frames_know_their_size_and_that_of_each_sample() -> None:
     assert frame.nbytes == frame.to_array().size and frame.nbytes % 64 == 0
     assert [codec.nbytes(sample) for sample in samples] == [75, 16, 5]
     assert codec.nbytes(object()) > 0
+    tokens = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (3, 0, 5)]
+    assert codec.frame(tokens).sizes.tolist() == [48, 0, 80]
+    assert codec.nbytes({"ids": [1, 2, 3]}) == 24
     empty = codec.frame([])
     assert empty.sizes.shape == (0,) and codec.decode(empty.to_array()) == []
 
@@ -312,6 +315,9 @@ def test_paths_through_every_container() -> None:
         (Plain(1, {2}), "sample.b"),
         ([[], [], [[], [{2}]]], "sample[2][1][0]"),
         ({frozenset(): 1}, "sample (a key)"),
+        ({"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)}, "sample['b']"),
+        ({"a": torch.ones(2, requires_grad=True), "b": torch.ones(2, requires_grad=True)}, "sample['a']"),
+        ({"a": torch.ones(2), "b": [torch.ones(2), torch.ones(2, device="meta")]}, "sample['b'][1]"),
     ):
         with pytest.raises(CodecError, match=re.escape(f"cannot encode {path}: ")):
             Codec().check(sample)
