@@ -1,21 +1,29 @@
-"""Ranks as processes: torch.distributed over Gloo.
+"""Ranks as processes: Gloo, over the store that torch.distributed was initialised with.
 
 Every collective is issued asynchronously and waited for in short slices, so that a stop flag and our own time limit can
 end the wait; a synchronous one could not be woken. Gloo's own limit is set far away: a background exchange may rightly
 wait for as long as another rank evaluates.
+
+The process group is made directly rather than by ``new_group``: it stays ours when the trainer destroys its groups, and
+a group that is made again for the same ranks never meets the addresses of the one before (torch 2.13 reuses the name
+of a destroyed group, and with it what stands in the store).
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import datetime
-from collections.abc import Sequence
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import distributed_c10d as c10d
 
 from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport.protocol import Bytes, ConsumerClock
@@ -24,10 +32,13 @@ __all__ = ["GlooTransport"]
 
 _SLICE = datetime.timedelta(milliseconds=50)
 _NEVER = datetime.timedelta(days=7)
+_ROLL_CALL_S = 1.0
+_made: dict[str, int] = {}
+_made_lock = threading.Lock()
 
 
 class GlooTransport:
-    """A Gloo process group of its own, made by its members only.
+    """A Gloo group made by its members only.
 
     Args:
         global_ranks: the members, in the order that places are numbered; all of them construct it at the same point.
@@ -44,42 +55,33 @@ class GlooTransport:
         self.rank = global_ranks.index(global_rank)
         self.size = len(global_ranks)
         self.global_ranks = global_ranks
+        self.timeout_s = timeout_s
         self.clock = ConsumerClock()
         self.exchanges = 0
-        self.timeout_s = timeout_s
         self._interrupted = False
-        # torch numbers a group's members by ascending global rank; ours are numbered by data rank.
-        self._places = np.argsort(np.asarray(global_ranks))
-        self._in_order = bool((np.diff(self._places) > 0).all())
-        self._group: Any = dist.new_group(
-            list(global_ranks),
-            backend="gloo",
-            timeout=datetime.timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-        )
-        # Made under our limit, used under none of its own.
-        dist.distributed_c10d._set_pg_timeout(_NEVER, self._group)  # type: ignore[attr-defined, unused-ignore]
+        self._pending: Any = None
+        self._store = _rendezvous(global_ranks, self.rank, timeout_s)
+        limit = datetime.timedelta(seconds=timeout_s)
+        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, limit)
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
         out = torch.empty((self.size, len(local)), dtype=torch.uint8)
-        self._wait(where, lambda: dist.all_gather(list(out.unbind(0)), _tensor(local), group=self._group, async_op=True))
-        return out.numpy() if self._in_order else out.numpy()[np.argsort(self._places)]
+        options = _patient(c10d.AllgatherOptions())
+        self._wait(where, lambda: self._group.allgather([list(out.unbind(0))], [_tensor(local)], options))
+        return out.numpy()
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
-        tensor = _tensor(buffer)
-        source = self.global_ranks[root]
-        self._wait(where, lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))
+        options = _patient(c10d.BroadcastOptions())
+        options.rootRank = root
+        options.rootTensor = 0
+        self._wait(where, lambda: self._group.broadcast([_tensor(buffer)], options))
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
         out = torch.empty(int(sum(receive_sizes)), dtype=torch.uint8)
-        outgoing = [int(send_sizes[place]) for place in self._places]
-        incoming = [int(receive_sizes[place]) for place in self._places]
-        tensor = _tensor(send if self._in_order else _reordered(send, send_sizes, self._places))
-        self._wait(
-            where,
-            lambda: dist.all_to_all_single(out, tensor, incoming, outgoing, group=self._group, async_op=True),
-        )
-        return out.numpy() if self._in_order else _reordered(out.numpy(), incoming, np.argsort(self._places))
+        incoming, outgoing = [int(size) for size in receive_sizes], [int(size) for size in send_sizes]
+        options = _patient(c10d.AllToAllOptions())
+        self._wait(where, lambda: self._group.alltoall_base(out, _tensor(send), incoming, outgoing, options))
+        return out.numpy()
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -88,43 +90,86 @@ class GlooTransport:
         """Leave the group. An exchange that is still pending is abandoned."""
         self._interrupted = True
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError, RuntimeError):  # the trainer may have destroyed all groups before
-                dist.destroy_process_group(group)
+        if group is not None and self._pending is not None:
+            # Gloo's destructor waits for what is pending, which would keep the process from ending: this group is never
+            # destroyed. Its sockets close with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    def _wait(self, where: str, issue: Any) -> None:
+    def _wait(self, where: str, issue: Callable[[], Any]) -> None:
         self.exchanges += 1
         start = self.clock.waited()
-        if self._interrupted:
-            raise self._error(f"{where}: interrupted, because this rank's loader was closed")
         try:
-            work = issue()
+            self._check(where, start)
+            self._pending = work = issue()
             while not work.is_completed():
-                if self._interrupted:
-                    raise self._error(f"{where}: interrupted, because this rank's loader was closed")
-                if self.clock.waited() - start > self.timeout_s:
-                    raise self._error(f"{where}: not all ranks of {self.global_ranks} arrived within {self.timeout_s} s")
+                self._check(where, start)
                 try:
                     work.wait(_SLICE)
                 except RuntimeError:
                     if work.is_completed():
                         raise
             work.wait()
-        except DataPlaneError:
-            raise
+            self._pending = None
         except (RuntimeError, ValueError) as error:
-            raise self._error(f"{where}: the exchange with ranks {self.global_ranks} broke: {error}") from error
+            if isinstance(error, DataPlaneError):
+                raise
+            self._pending = None
+            raise _agreed(f"{where}: the exchange with ranks {self.global_ranks} broke: {error}") from error
 
-    def _error(self, message: str) -> DataPlaneError:
-        error = DataPlaneError(message)
-        error.agreed = True
-        return error
+    def _check(self, where: str, start: float) -> None:
+        if self._interrupted or self._group is None:
+            raise _agreed(f"{where}: interrupted, because this rank's loader was closed")
+        if self.clock.waited() - start > self.timeout_s:
+            missing = self._roll_call()
+            raise _agreed(f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0] if missing else None)
+
+    def _roll_call(self) -> list[int]:
+        """Who does not wait in this exchange. Ranks whose limit passes at about the same time find each other here."""
+        key = f"waiting/{self.exchanges}/"
+        self._store.set(f"{key}{self.rank}", "here")
+        time.sleep(_ROLL_CALL_S)
+        return [rank for place, rank in enumerate(self.global_ranks) if not self._store.check([f"{key}{place}"])]
 
 
-def _reordered(pieces: Bytes, sizes: Sequence[int], order: NDArray[np.intp]) -> Bytes:
-    cut = np.split(pieces, np.cumsum(np.asarray(sizes, dtype=np.int64))[:-1])
-    return np.concatenate([cut[place] for place in order])
+def _rendezvous(global_ranks: tuple[int, ...], place: int, timeout_s: float) -> Any:
+    """A store that only this group uses, whatever earlier attempts of the same ranks left behind.
+
+    The first member collects a token of each other member and answers with a name. A member that gives up takes its token
+    back, so a later attempt does not meet it.
+    """
+    store = c10d._get_default_store()
+    limit = datetime.timedelta(seconds=timeout_s)
+    members = "-".join(map(str, global_ranks)) if len(global_ranks) <= 16 else uuid.uuid5(uuid.NAMESPACE_OID, str(global_ranks)).hex
+    with _made_lock:
+        number = _made.get(members, 0)
+    base = f"hp_nodes/{members}/{number}/"
+    mine = f"{base}{place}"
+    try:
+        if place == 0:
+            store.wait([f"{base}{other}" for other in range(1, len(global_ranks))], limit)
+            store.set(mine, uuid.uuid4().hex)
+        else:
+            store.set(mine, "here")
+            store.wait([f"{base}0"], limit)
+        name = store.get(f"{base}0").decode()
+    except RuntimeError as error:
+        store.delete_key(mine)
+        raise RuntimeError(f"not all of ranks {global_ranks} came to make their group within {timeout_s} s: {error}") from error
+    with _made_lock:
+        _made[members] = number + 1
+    return dist.PrefixStore(f"hp_nodes/{name}", store)
 
 
-def _tensor(array: Bytes) -> torch.Tensor:
+def _patient(options: Any) -> Any:
+    options.timeout = _NEVER
+    return options
+
+
+def _agreed(message: str, rank: int | None = None) -> DataPlaneError:
+    error = DataPlaneError(message, rank=rank)
+    error.agreed = True
+    return error
+
+
+def _tensor(array: NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
