@@ -14,6 +14,7 @@ With one round, levels are all the same: then it evens out the totals of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +22,22 @@ from numpy.typing import NDArray
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
 
-__all__ = ["NEVER", "Effort", "ExchangeSets", "forbid_emptying", "improve"]
+__all__ = ["NEVER", "Effort", "ExchangeSets", "forbid", "improve", "moved"]
 
 NEVER = np.iinfo(np.int64).max // 4
+IDLE = 3
+"""Sweeps without an exchange before the search ends; partners differ from sweep to sweep."""
+MOST_PARTNERS = 64
 CHUNK = 1 << 20
 """Exchanges weighed at once; bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to search. ``partners``: for each micro-batch; ``thorough``: the last so many sweeps look at pairs too."""
+    """How hard to search: about ``exchanges`` are weighed in each of ``sweeps``; the last ``thorough`` look at more sets."""
 
     sweeps: int
-    partners: int
+    exchanges: int
     thorough: int = 0
 
 
@@ -48,10 +52,12 @@ def improve(packing: Packing, target: float, effort: Effort) -> None:
         if slack.level_sum <= target:
             return
         packing.index()
-        thorough = sweep >= effort.sweeps - effort.thorough
-        giving, taking = _pairs(slack.order, effort.partners, sweep)
-        idle = 0 if _sweep(packing, slack.excess, giving, taking, sweep, thorough=thorough) else idle + 1
-        if idle >= min(instance.slots, 3):
+        sets = ExchangeSets(packing, thorough=sweep >= effort.sweeps - effort.thorough)
+        # With one round, only what is above the target needs to give: few, soon, so each can look at more partners.
+        above = int((packing.load > target).sum()) if instance.rounds == 1 else len(slack.order)
+        giving, taking = _pairs(slack.order, above, effort.exchanges // (sets.num * sets.num), sweep)
+        idle = 0 if _sweep(packing, sets, slack.excess, giving, taking, sweep) else idle + 1
+        if idle >= IDLE:
             return
 
 
@@ -73,11 +79,17 @@ def _slack(packing: Packing) -> _Slack:
     return _Slack(excess, np.argsort(-excess, kind="stable"), int(levels.sum()))
 
 
-def _pairs(order: NDArray[np.intp], partners: int, sweep: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The upper half gives, [m]; the lower half takes, [m, partners]: the most slack to the highest, and others."""
-    giving, pool = order[: len(order) // 2], order[len(order) // 2 :][::-1]
-    partners = min(partners, len(pool))
-    stride = len(pool) // partners + 1
+def _pairs(
+    order: NDArray[np.intp], above: int, most: int, sweep: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The upper half gives, [m]; the lower half takes, [m, partners]: the most slack to the highest, and others.
+
+    Only ``above`` units need to give; there are about ``most`` pairs.
+    """
+    half = len(order) // 2
+    giving, pool = order[: min(half, max(above, 1))], order[half:][::-1]
+    partners = min(max(most // len(giving), 1), MOST_PARTNERS)
+    stride = max(len(pool) // partners, 1)
     turn = sweep * max(len(pool) // 7, 1)
     place = np.arange(len(giving))[:, None] + np.arange(partners)[None, :] * stride + turn
     return giving, pool[place % len(pool)]
@@ -85,25 +97,23 @@ def _pairs(order: NDArray[np.intp], partners: int, sweep: int) -> tuple[NDArray[
 
 def _sweep(
     packing: Packing,
+    sets: ExchangeSets,
     excess: NDArray[np.int64],
     giving: NDArray[np.intp],
     taking: NDArray[np.intp],
     sweep: int,
-    *,
-    thorough: bool,
 ) -> int:
     """Weighs and carries out one sweep; returns how many exchanges were made."""
-    slots = packing.instance.slots
-    lower = excess[giving][:, None] > excess[taking]
-    worth = lower.any(axis=1)
+    slots, partners = packing.instance.slots, taking.shape[1]
+    worth = (excess[giving][:, None] > excess[taking]).any(axis=1)
     giving, taking = giving[worth], taking[worth]
     if not len(giving):
         return 0
-    column = np.arange(taking.shape[1])
-    giving_bins = giving * slots + sweep % slots
-    taking_bins = taking * slots + (sweep // slots + giving[:, None] + column) % slots
-    sets = ExchangeSets(packing, thorough=thorough)
-    step = max(CHUNK // (taking.shape[1] * sets.num * sets.num), 1)
+    # With several bins, partners differ in the bins on both sides as well.
+    turn = sweep * partners + np.arange(partners if slots > 1 else 1)
+    giving_bins = giving[:, None] * slots + turn % slots
+    taking_bins = taking * slots + (turn // slots + turn + giving[:, None]) % slots
+    step = max(CHUNK // (partners * sets.num * sets.num), 1)
     found = [
         _best(packing, sets, excess, giving_bins[start : start + step], taking_bins[start : start + step])
         for start in range(0, len(giving), step)
@@ -116,40 +126,49 @@ def _sweep(
     taker = taking[good, partner[good]]
     ranked = good[np.lexsort((good, value[good], taker))]
     taker = taking[ranked, partner[ranked]]
-    first = np.concatenate([[True], taker[1:] != taker[:-1]])
-    chosen = ranked[first]
-    source, target = giving_bins[chosen], taking_bins[chosen, partner[chosen]]
-    for column_ in range(give.shape[1]):
-        packing.move(give[chosen, column_], source, target)
-        packing.move(take[chosen, column_], target, source)
+    chosen = ranked[np.concatenate([[True], taker[1:] != taker[:-1]])]
+    source, target = giving_bins[chosen, partner[chosen] % giving_bins.shape[1]], taking_bins[chosen, partner[chosen]]
+    packing.swap(give[chosen], source, take[chosen], target)
     return len(chosen)
 
 
 class ExchangeSets:
-    """The sets of samples of a bin that may leave it: none, each one, and with ``thorough`` each two."""
+    """The sets of samples of a bin that may leave it together: none, each one, and with ``thorough`` more.
+
+    Those are all sets when bins hold four samples at most, else all pairs of six samples. ``member`` [num, width] names
+    columns of :meth:`of`; the last column there is "no sample".
+    """
 
     def __init__(self, packing: Packing, *, thorough: bool) -> None:
         self.packing = packing
-        self.at_most = 6 if thorough else 8
-        single = np.arange(self.at_most + 1)
-        first, second = np.triu_indices(self.at_most, 1) if thorough else (single[:0], single[:0])
-        # Column at_most is padding, "no sample".
-        self.first = np.concatenate([single, first])
-        self.second = np.concatenate([np.full(len(single), self.at_most), second])
-        self.num = len(self.first)
-        self.thorough = thorough
+        fullest = int(packing.count.max())
+        self.at_most = min(fullest, (4 if fullest <= 4 else 6) if thorough else 8)
+        none = self.at_most
+        chosen: list[tuple[int, ...]] = [(), *((one,) for one in range(self.at_most))]
+        if thorough:
+            for size in range(2, self.at_most + 1 if fullest <= 4 else 3):
+                chosen += combinations(range(self.at_most), size)
+        self.width = max(len(one) for one in chosen)
+        self.member = np.array([(*one, *[none] * (self.width - len(one))) for one in chosen]).reshape(-1, self.width)
+        self.num = len(self.member)
 
     def of(self, bins: NDArray[np.intp]) -> NDArray[np.intp]:
-        """[len(bins), at_most + 1] samples, the last column n, "no sample"."""
-        members = self.packing.members(bins, self.at_most)
-        return np.concatenate([members, np.full((len(bins), 1), len(self.packing.bins))], axis=1)
+        """[*bins.shape, at_most + 1] samples; n is "no sample"."""
+        members = self.packing.members(bins.ravel(), self.at_most)
+        none = np.full((bins.size, 1), len(self.packing.bins))
+        return np.concatenate([members, none], axis=1).reshape(*bins.shape, -1)
 
     def total(self, values: NDArray[np.int64], members: NDArray[np.intp]) -> NDArray[np.int64]:
-        """[len(bins), num]: the sum of ``values`` over each set."""
+        """[*bins.shape, num]: the sum of ``values`` over each set."""
         of_members = values[members]
-        if not self.thorough:
-            return of_members
-        return of_members[:, self.first] + of_members[:, self.second]
+        whole = of_members[..., self.member[:, 0]]
+        for column in range(1, self.width):
+            whole = whole + of_members[..., self.member[:, column]]
+        return whole
+
+    def size(self, members: NDArray[np.intp]) -> NDArray[np.int64]:
+        """[*bins.shape, num]: how many samples each set has."""
+        return np.count_nonzero(members[..., self.member] < len(self.packing.bins), axis=-1)
 
 
 def _best(
@@ -159,60 +178,47 @@ def _best(
     giving: NDArray[np.intp],
     taking: NDArray[np.intp],
 ) -> tuple[NDArray[np.int64], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """The best exchange for each giving bin [m] with its taking bins [m, K]: value, partner, samples given and taken.
+    """The best exchange for each row of giving bins [m, 1 or K] and taking bins [m, K].
 
-    ``value`` is how much the higher excess of the two falls, doubled and negative; 0 or more is no improvement.
+    Returns value [m], partner [m], samples given and taken [m, width]. ``value`` is how much the higher excess of the two
+    falls, doubled and negative; 0 or more is no improvement.
     """
     instance = packing.instance
-    pairs, partners = taking.shape
-    gives, takes = sets.of(giving), sets.of(taking.ravel())
-    shape = (pairs, partners, sets.num)
-
-    def difference(values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[m, K, sets, sets]: what the taking bin gains."""
-        given = sets.total(values, gives)[:, None, :, None]
-        return np.asarray(given - sets.total(values, takes).reshape(shape)[:, :, None, :])
-
-    tokens = difference(packing.tokens)
-    room_taking, room_giving = packing.room(taking)[:, :, None, None], packing.room(giving)[:, None, None, None]
-    forbidden = (tokens > room_taking) | (tokens < -room_giving)
-    for column, limit in enumerate(instance.limits):
-        need = difference(packing.needs[:, column])
-        forbidden |= need > (limit - packing.taken[taking, column])[:, :, None, None]
-        forbidden |= -need > (limit - packing.taken[giving, column])[:, None, None, None]
+    gives, takes = sets.of(giving), sets.of(taking)
     high, low = excess[giving // instance.slots], excess[taking // instance.slots]
-    gap = (high[:, None] - low)[:, :, None, None]
-    costs = difference(packing.costs)
+    gap = (high - low)[:, :, None, None]
+    costs = moved(sets, packing.costs, gives, takes)
     if instance.padding is None:
-        value = np.abs(2 * costs - gap) - gap
+        value = np.abs(2 * costs - gap)
+        value -= gap
     else:
-        spare_giving, spare_taking = room_giving + tokens, room_taking - tokens
-        paid_giving = _padding_change(instance, room_giving, spare_giving)
-        paid_taking = _padding_change(instance, room_taking, spare_taking)
-        value = 2 * np.maximum(paid_giving - costs, paid_taking + costs - gap)
-    value[forbidden] = NEVER
-    forbid_emptying(packing, sets, value, gives, takes.reshape(pairs, partners, -1), giving, taking)
-    flat = value.reshape(pairs, -1)
+        tokens = moved(sets, packing.tokens, gives, takes)
+        giver = _padding_change(instance, packing.room(giving)[:, :, None, None], tokens) - costs
+        taker = _padding_change(instance, packing.room(taking)[:, :, None, None], -tokens) + costs
+        value = 2 * np.maximum(giver, taker - gap)
+    forbid(packing, sets, value, gives, takes, giving, taking)
+    rows = np.arange(len(taking))
+    flat = value.reshape(len(taking), -1)
     best = flat.argmin(axis=1)
     partner, rest = np.divmod(best, sets.num * sets.num)
     give, take = np.divmod(rest, sets.num)
-    row = np.arange(pairs)
-    taken_from = takes.reshape(pairs, partners, -1)[row, partner]
+    given = gives[rows, partner % gives.shape[1]]
     return (
-        flat[row, best],
+        flat[rows, best],
         partner,
-        np.stack([gives[row, sets.first[give]], gives[row, sets.second[give]]], axis=1),
-        np.stack([taken_from[row, sets.first[take]], taken_from[row, sets.second[take]]], axis=1),
+        np.take_along_axis(given, sets.member[give], axis=1),
+        np.take_along_axis(takes[rows, partner], sets.member[take], axis=1),
     )
 
 
-def _padding_change(instance: Instance, before: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.int64]:
-    assert instance.padding is not None
-    table = instance.padding
-    return np.asarray(table[np.clip(after, 0, len(table) - 1)] - table[np.clip(before, 0, len(table) - 1)])
+def moved(
+    sets: ExchangeSets, values: NDArray[np.int64], gives: NDArray[np.intp], takes: NDArray[np.intp]
+) -> NDArray[np.int64]:
+    """[m, K, sets, sets]: what the taking bin gains of ``values`` when two sets change places."""
+    return np.asarray(sets.total(values, gives)[..., :, None] - sets.total(values, takes)[..., None, :])
 
 
-def forbid_emptying(
+def forbid(
     packing: Packing,
     sets: ExchangeSets,
     value: NDArray[np.int64],
@@ -221,23 +227,30 @@ def forbid_emptying(
     giving: NDArray[np.intp],
     taking: NDArray[np.intp],
 ) -> None:
-    """Taking all samples out of a bin and giving none back is no exchange."""
-    none = len(packing.bins)
-    most = 2 if sets.thorough else 1
-
-    def size(members: NDArray[np.intp]) -> NDArray[np.int64]:
-        real = (members < none).astype(np.int64)
-        return np.asarray(real[..., sets.first] + real[..., sets.second])
-
-    few = np.flatnonzero(packing.count[giving] <= most)
-    if len(few):
-        left = packing.count[giving[few]][:, None] - size(gives[few])
-        block = value[few]
-        block[(left[:, None, :, None] + size(takes[few])[:, :, None, :]) < 1] = NEVER
-        value[few] = block
-    row, partner = np.nonzero(packing.count[taking] <= most)
+    """Sets ``value`` [m, K, sets, sets] to ``NEVER`` where an exchange would break a constraint."""
+    tokens = moved(sets, packing.tokens, gives, takes)
+    forbidden = tokens > packing.room(taking)[:, :, None, None]
+    forbidden |= tokens < -packing.room(giving)[:, :, None, None]
+    for column, limit in enumerate(packing.instance.limits):
+        need = moved(sets, packing.needs[:, column], gives, takes)
+        forbidden |= need > (limit - packing.taken[taking, column])[:, :, None, None]
+        forbidden |= need < (packing.taken[giving, column] - limit)[:, :, None, None]
+    value[forbidden] = NEVER
+    # A bin with few samples must not be emptied: taking all out and giving none back is no exchange.
+    few = (packing.count[giving] <= sets.width) | (packing.count[taking] <= sets.width)
+    row, partner = np.nonzero(few)
     if len(row):
-        left = packing.count[taking[row, partner]][:, None] - size(takes[row, partner])
+        side = partner % giving.shape[1]
+        left = sets.size(takes[row, partner])[:, None, :] - sets.size(gives[row, side])[:, :, None]
         block = value[row, partner]
-        block[(left[:, None, :] + size(gives[row])[:, :, None]) < 1] = NEVER
+        block[packing.count[giving[row, side]][:, None, None] + left < 1] = NEVER
+        block[packing.count[taking[row, partner]][:, None, None] - left < 1] = NEVER
         value[row, partner] = block
+
+
+def _padding_change(instance: Instance, room: NDArray[np.int64], gained: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What padding costs more in bins with ``room`` that gain more of it."""
+    assert instance.padding is not None
+    table = instance.padding
+    last = len(table) - 1
+    return np.asarray(table[np.clip(room + gained, 0, last)] - table[np.clip(room, 0, last)])

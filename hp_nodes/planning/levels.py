@@ -17,6 +17,7 @@ from hp_nodes.planning.instance import Instance
 __all__ = ["Levels", "first_floor", "level_out", "next_floor"]
 
 HALVINGS = 40
+ALIKE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,15 @@ class Levels:
     cost: NDArray[np.int64]
     tokens: NDArray[np.int64]
 
+    def alike(self, other: Levels) -> bool:
+        """Whether a packing built to these would hardly differ."""
+        return bool((np.abs(self.cost - other.cost) <= ALIKE * other.cost).all())
 
-def first_floor(instance: Instance, bound: Bound) -> NDArray[np.float64]:
-    """A guess at each round's slowest micro-batch: no two of the largest samples share one. At least the bound's."""
+
+def first_floor(instance: Instance, bound: Bound, together: float = 1.0) -> NDArray[np.float64]:
+    """A guess at each round's slowest micro-batch: ``together`` of the largest samples share one. At least the bound's."""
     largest = -np.sort(-instance.costs)
-    ahead = np.arange(instance.rounds, dtype=np.int64) * instance.ranks
+    ahead = (np.arange(instance.rounds) * instance.ranks * together).astype(np.int64)
     guess = np.where(ahead < len(largest), largest[np.minimum(ahead, len(largest) - 1)], 0)
     return np.maximum(bound.floor, guess)
 

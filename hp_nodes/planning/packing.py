@@ -69,23 +69,36 @@ class Packing:
         np.add.at(self.load, bins // self.instance.slots, self.costs[samples])
         self._weigh(bins, 1)
 
-    def move(self, samples: NDArray[np.intp], source: NDArray[np.intp], target: NDArray[np.intp]) -> None:
-        """Each sample from its bin to another; n stands for no sample. Bins may repeat."""
-        real = samples < len(self.bins)
-        samples, source, target = samples[real], source[real], target[real]
-        touched = np.unique(np.concatenate([source, target]))
-        self._weigh(touched, -1)
-        self.bins[samples] = target
-        np.add.at(self.count, source, -1)
-        np.add.at(self.count, target, 1)
-        np.add.at(self.used, source, -self.tokens[samples])
-        np.add.at(self.used, target, self.tokens[samples])
+    def swap(
+        self,
+        give: NDArray[np.intp],
+        source: NDArray[np.intp],
+        take: NDArray[np.intp],
+        target: NDArray[np.intp],
+    ) -> None:
+        """Samples ``give`` [m, width] go from ``source`` [m] to ``target`` [m] and ``take`` the other way.
+
+        n stands for no sample; no two rows have a bin in common.
+        """
+        count = (give < len(self.bins)).sum(axis=1) - (take < len(self.bins)).sum(axis=1)
+        tokens = (self.tokens[give].sum(axis=1)) - (self.tokens[take].sum(axis=1))
+        costs = (self.costs[give].sum(axis=1)) - (self.costs[take].sum(axis=1))
+        both = np.concatenate([source, target])
+        self._weigh(both, -1)
+        for samples, goal in ((give, target), (take, source)):
+            row, column = np.nonzero(samples < len(self.bins))
+            self.bins[samples[row, column]] = goal[row]
+        self.count[source] -= count
+        self.count[target] += count
+        self.used[source] -= tokens
+        self.used[target] += tokens
+        np.subtract.at(self.load, source // self.instance.slots, costs)
+        np.add.at(self.load, target // self.instance.slots, costs)
         if self.taken.shape[1]:
-            np.add.at(self.taken, source, -self.needs[samples])
-            np.add.at(self.taken, target, self.needs[samples])
-        np.add.at(self.load, source // self.instance.slots, -self.costs[samples])
-        np.add.at(self.load, target // self.instance.slots, self.costs[samples])
-        self._weigh(touched, 1)
+            needs = self.needs[give].sum(axis=1) - self.needs[take].sum(axis=1)
+            self.taken[source] -= needs
+            self.taken[target] += needs
+        self._weigh(both, 1)
 
     def _weigh(self, bins: NDArray[np.intp], sign: int) -> None:
         """Adds or takes away the padding cost of bins."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_nodes.planning.exchange import NEVER, ExchangeSets, forbid_emptying
+from hp_nodes.planning.exchange import ExchangeSets, forbid, moved
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
 
@@ -58,26 +58,16 @@ def _gather(packing: Packing, wanted: int) -> int:
     half = min(wanted, len(order) // 2) if len(order) > 2 * wanted else len(order) // 2
     if not half:
         return 0
-    roomy, donors = order[:half], order[half : 2 * half]
+    roomy, donors = order[:half, None], order[half : 2 * half, None]
     sets = ExchangeSets(packing, thorough=True)
     gives, takes = sets.of(roomy), sets.of(donors)
-
-    def moved(values: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.asarray(sets.total(values, gives)[:, :, None] - sets.total(values, takes)[:, None, :])
-
-    tokens = moved(packing.tokens)
-    value = -tokens
-    value[tokens > packing.room(donors)[:, None, None]] = NEVER
-    for column, limit in enumerate(packing.instance.limits):
-        need = moved(packing.needs[:, column])
-        value[need > (limit - packing.taken[donors, column])[:, None, None]] = NEVER
-        value[-need > (limit - packing.taken[roomy, column])[:, None, None]] = NEVER
-    forbid_emptying(packing, sets, value[:, None], gives, takes[:, None], roomy, donors[:, None])
+    value = -moved(sets, packing.tokens, gives, takes)
+    forbid(packing, sets, value, gives, takes, roomy, donors)
     flat = value.reshape(half, -1)
     best = flat.argmin(axis=1)
     row = np.flatnonzero(flat[np.arange(half), best] < 0)
     give, take = np.divmod(best[row], sets.num)
-    for of_set in (sets.first, sets.second):
-        packing.move(gives[row, of_set[give]], roomy[row], donors[row])
-        packing.move(takes[row, of_set[take]], donors[row], roomy[row])
+    given = np.take_along_axis(gives[row, 0], sets.member[give], axis=1)
+    taken = np.take_along_axis(takes[row, 0], sets.member[take], axis=1)
+    packing.swap(given, roomy[row, 0], taken, donors[row, 0])
     return len(row)

@@ -19,7 +19,7 @@ from hp_nodes.planning.construct import construct
 from hp_nodes.planning.exchange import Effort, improve
 from hp_nodes.planning.fit import best_fit_decreasing
 from hp_nodes.planning.instance import Instance
-from hp_nodes.planning.levels import first_floor, level_out, next_floor
+from hp_nodes.planning.levels import Levels, first_floor, level_out, next_floor
 from hp_nodes.planning.objectives import evaluate
 from hp_nodes.planning.packing import Packing
 from hp_nodes.planning.repair import repair
@@ -28,6 +28,12 @@ __all__ = ["arranged", "search"]
 
 CLOSE = 1e-4
 """A plan this close to the bound, relatively, is not improved further."""
+SMALL = 64
+"""Windows of up to this many bins are searched in all ways."""
+TOGETHER = (1.0, 1.2, 1.35, 1.5, 1.75)
+"""How many of the largest samples share a micro-batch, in the guesses that small windows start from."""
+_WIDTH = {True: 3, False: 1}
+"""Candidates that are improved."""
 MANY = 0.03
 """With more than this part of the samples left over, repair is not tried."""
 
@@ -49,10 +55,15 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
         if fitted is None:
             return None
         candidates.append(_Candidate(_value(instance, fitted, objective), fitted))
-    best = min(candidates, key=lambda candidate: candidate.value)
-    packing = Packing(instance, best.bins)
-    improve(packing, _enough(bound, objective), _effort(instance))
-    return packing.bins
+    effort, target = _effort(instance), _enough(instance, bound, objective)
+    improved = []
+    for candidate in sorted(candidates, key=lambda candidate: candidate.value)[: _WIDTH[_small(instance)]]:
+        packing = Packing(instance, candidate.bins)
+        improve(packing, target, effort)
+        improved.append(_Candidate(_value(instance, packing.bins, objective), packing.bins))
+        if improved[-1].value <= target:
+            break
+    return min(improved, key=lambda candidate: candidate.value).bins
 
 
 def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDArray[np.int32]:
@@ -64,17 +75,24 @@ def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDA
 
 
 def _built(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
-    floor = first_floor(instance, bound)
+    """Packings built to different levels: guessed ones, and those learnt from the packing before."""
+    small = _small(instance)
     found: list[_Candidate] = []
-    for _ in range(_attempts(instance)):
-        bins, nowhere = construct(instance, level_out(instance, bound, floor))
-        if len(nowhere) > MANY * len(bins) + 8 or (len(nowhere) and not repair(instance, bins, nowhere)):
-            break
-        found.append(_Candidate(_value(instance, bins, objective), bins))
-        learnt = next_floor(instance, bound, bins)
-        if instance.rounds == 1 or found[-1].value <= bound.value * (1 + CLOSE) or np.array_equal(learnt, floor):
-            break
-        floor = learnt
+    tried: list[Levels] = []
+    for together in TOGETHER[: len(TOGETHER) if small and instance.rounds > 1 else 1]:
+        floor = first_floor(instance, bound, together)
+        for _ in range(2):
+            levels = level_out(instance, bound, floor)
+            if any(levels.alike(other) for other in tried):
+                break
+            tried.append(levels)
+            bins, nowhere = construct(instance, levels)
+            if len(nowhere) > MANY * len(bins) + 8 or (len(nowhere) and not repair(instance, bins, nowhere)):
+                break
+            found.append(_Candidate(_value(instance, bins, objective), bins))
+            if found[-1].value <= bound.value * (1 + CLOSE):
+                return found
+            floor = next_floor(instance, bound, bins)
     return found
 
 
@@ -94,7 +112,7 @@ def _exchanged(instance: Instance, bound: Bound, objective: str) -> list[_Candid
             place[turn] = units * instance.slots + slot
             load[units] += whole.costs[turn]
         packing = Packing(whole, place)
-        improve(packing, _enough(bound, objective), _effort(whole))
+        improve(packing, _enough(instance, bound, objective), _effort(whole))
         options = (packing.bins[reference], reference)
         bins = min(options, key=lambda option: _value(instance, option, objective))
     return [_Candidate(_value(instance, bins, objective), bins.copy())]
@@ -108,19 +126,24 @@ def _value(instance: Instance, bins: NDArray[np.int32], objective: str) -> float
     return evaluate(objective, instance.loads(bins), instance.initial)
 
 
-def _enough(bound: Bound, objective: str) -> float:
-    return 0.0 if objective == "balance" else bound.value * (1 + (CLOSE if objective == "lockstep" else CLOSE / 100))
+def _enough(instance: Instance, bound: Bound, objective: str) -> float:
+    """Levels whose sum is this need no improvement."""
+    if objective == "lockstep":
+        return bound.value * (1 + CLOSE)
+    mean = (bound.work + float(instance.initial.sum())) / instance.ranks
+    return (mean if objective == "balance" else bound.value) * (1 + CLOSE / 10)
 
 
-def _attempts(instance: Instance) -> int:
-    return 3 if instance.units <= 8192 else 2
+def _small(instance: Instance) -> bool:
+    return instance.num_bins <= SMALL
 
 
 def _effort(instance: Instance) -> Effort:
     """Small windows are searched harder: there the bound is far, and the time is short anyway."""
-    units = instance.units
-    if units <= 64:
-        return Effort(sweeps=40, partners=8, thorough=16)
-    if units <= 1024:
-        return Effort(sweeps=8, partners=2, thorough=0)
-    return Effort(sweeps=5, partners=1, thorough=0)
+    if _small(instance):
+        return Effort(sweeps=30, exchanges=30_000, thorough=24)
+    if instance.rounds == 1:
+        return Effort(sweeps=30, exchanges=40_000, thorough=20)
+    if instance.units <= 1024:
+        return Effort(sweeps=8, exchanges=40_000)
+    return Effort(sweeps=5, exchanges=40_000)
