@@ -59,7 +59,7 @@ def attend_within_documents(query: Tensor, key: Tensor, value: Tensor, lengths: 
         float ``[heads, tokens, head_size]``.
     """
     # split and cat, not slices: a slice's backward writes a zero tensor of the whole length for every document
-    parts = zip(query.split(lengths, dim=1), key.split(lengths, dim=1), value.split(lengths, dim=1), strict=True)
+    parts = zip(*(torch.split(states, lengths, dim=1) for states in (query, key, value)), strict=True)
     attended = [F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0] for q, k, v in parts]
     return torch.cat(attended, dim=1)
 

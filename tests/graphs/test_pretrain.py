@@ -1,0 +1,210 @@
+"""The training program: a killed run that resumed has the losses of one that was not, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphs.pretrain import learning_rate_at, main, parse_arguments, split_records
+from graphs.transformer import Transformer
+from tests.graphs.ranks import SECONDS, Ranks
+
+STEPS = 12
+EVERY = 3
+ROUNDS = 2
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 1 to 150 words."""
+    root, words = tmp_path_factory.mktemp("text"), random.Random(0)
+    for number in range(150):
+        content = " ".join(
+            words.choice(("if", "else", "return", "for", "in", "x")) for _ in range(words.randint(1, 150))
+        )
+        (root / f"{number}.txt").write_text(content)
+    return root
+
+
+class Run:
+    """One training run and its files; started again, it continues its log."""
+
+    def __init__(self, text: Path, directory: Path, ranks: int, *options: str) -> None:
+        self.directory = directory
+        self.ranks = ranks
+        directory.mkdir(parents=True, exist_ok=True)
+        # One record file for all runs of a module: it is packed by the first.
+        files = {"--text": text, "--records": text / "records", "--log-file": directory / "log.jsonl"}
+        sizes = {
+            "--seq-len": 256,
+            "--hidden": 16,
+            "--layers": 1,
+            "--heads": 1,
+            "--eval-records": 8,
+            "--global-batch-size": 4,
+        }
+        run = {"--steps": STEPS, "--checkpoint-every": EVERY, "--warm-up": 3}
+        self.arguments = [str(part) for option in (files | sizes | run).items() for part in option] + list(options)
+
+    def start(self, *options: str, main: Any = main) -> Ranks:
+        return Ranks(self.ranks, self.directory / "output.txt", main, [*self.arguments, *options])
+
+    def finish(self, *options: str) -> Run:
+        with self.start(*options) as ranks:
+            ranks.wait()
+        return self
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        path = self.directory / "log.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        return {event["step"]: event["loss"] for event in self.events("step")}
+
+    def gradient_norms(self) -> list[float]:
+        return [event["gradient_norm"] for event in self.events("step")]
+
+    def await_steps(self, count: int) -> None:
+        deadline = time.monotonic() + SECONDS
+        while len(self.events("step")) < count:
+            assert time.monotonic() < deadline, (self.directory / "output.txt").read_text()
+            time.sleep(0.002)
+
+
+@pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_twice_and_resumed_has_the_same_losses_bit_by_bit(
+    text: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
+) -> None:
+    steps = 4 * STEPS
+    whole = Run(text, tmp_path / "whole", ranks, "--steps", str(steps), *options).finish()
+    saved = ("--checkpoint", str(tmp_path / "checkpoints"), "--resume")
+    killed = Run(text, tmp_path / "killed", ranks, "--steps", str(steps), *options, *saved)
+    moment, seed = random.Random(), random.randrange(10**6)
+    moment.seed(seed)
+    for _ in range(2):
+        with killed.start() as running:
+            killed.await_steps(len(killed.events("step")) + moment.randint(1, 2 * EVERY))
+            time.sleep(moment.uniform(0, 0.05))
+            running.kill()
+    before = len(killed.losses())
+    killed.finish()
+    assert before < steps, f"both kills came too late (seed {seed})"
+    assert sorted(killed.losses()) == list(range(1, steps + 1))
+    assert killed.losses() == whole.losses(), f"seed {seed}"
+
+
+def terminated_in_the_last_round(arguments: list[str], step: int, rank: int) -> None:
+    """Run the program; one rank gets a SIGTERM while it computes the last round of ``step``."""
+    forward, calls = Transformer.forward, 0
+
+    def counted(self: Transformer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == step * ROUNDS and torch.distributed.get_rank() == rank:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(self, *args, **kwargs)
+
+    Transformer.forward = counted  # type: ignore[method-assign]
+    main(arguments)
+
+
+def test_a_signal_in_the_last_round_stops_all_ranks_behind_that_step_and_saves_it(text: Path, tmp_path: Path) -> None:
+    whole = Run(text, tmp_path / "whole", 2).finish()
+    stopped = Run(text, tmp_path / "stopped", 2, "--checkpoint", str(tmp_path / "checkpoints"))
+    with Ranks(2, tmp_path / "output.txt", terminated_in_the_last_round, stopped.arguments, 5, 1) as ranks:
+        ranks.wait()
+    assert sorted(stopped.losses()) == [1, 2, 3, 4, 5]
+    assert [event["step"] for event in stopped.events("checkpoint")] == [3, 5]
+    stopped.finish("--resume")
+    assert stopped.events("resumed")[0]["step"] == 5
+    assert len(stopped.events("step")) == STEPS
+    assert stopped.losses() == whole.losses()
+
+
+def test_a_half_written_checkpoint_does_not_stop_a_resume(text: Path, tmp_path: Path) -> None:
+    whole = Run(text, tmp_path / "whole", 2).finish()
+    run = Run(text, tmp_path / "run", 2, "--checkpoint", str(tmp_path / "checkpoints")).finish("--steps", "6")
+    data = next((tmp_path / "checkpoints" / "step_00000006").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:100])
+    run.finish("--resume")
+    assert run.events("resumed")[0]["step"] == 3
+    assert "step_00000006 is passed over" in (tmp_path / "run" / "output.txt").read_text()
+    # The learning rate of the first run fell sooner: only what is behind the resume is that of the whole run.
+    assert max(run.losses()) == max(whole.losses())
+
+
+@pytest.mark.parametrize("options", [(), ("--no-sync",), ("--fsdp",)], ids=["ddp", "no-sync", "fsdp"])
+def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
+    text: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    one = Run(text, tmp_path / "1", 1, "--dtype", "float64", "--no-balance", "--steps", "6").finish()
+    for ranks in (2, 4):
+        other = Run(text, tmp_path / f"{ranks}", ranks, "--dtype", "float64", "--steps", "6", *options).finish()
+        assert list(other.losses().values()) == pytest.approx(list(one.losses().values()), rel=1e-6, abs=0)
+        assert other.gradient_norms() == pytest.approx(one.gradient_norms(), rel=1e-6, abs=0)
+        assert {event["objective"] for event in other.events("step")} == {
+            "makespan" if "--no-sync" in options else "lockstep"
+        }
+
+
+def test_evaluation_is_told_and_changes_nothing(text: Path, tmp_path: Path) -> None:
+    plain = Run(text, tmp_path / "plain", 2).finish()
+    evaluated = Run(text, tmp_path / "evaluated", 2, "--eval-every", "5").finish()
+    assert evaluated.losses() == plain.losses()
+    events = evaluated.events("evaluation")
+    assert [event["step"] for event in events] == [5, 10]
+    assert 0 < events[1]["loss"] < events[0]["loss"]
+
+
+def test_training_goes_on_into_the_next_epoch(text: Path, tmp_path: Path) -> None:
+    run = Run(text, tmp_path, 1, "--steps", "40", "--checkpoint-every", "100").finish()
+    assert sorted(run.losses()) == list(range(1, 41))
+    assert run.losses()[40] < run.losses()[1] / 2
+
+
+def test_comparing_runs_the_same_steps_both_ways(text: Path, tmp_path: Path) -> None:
+    run = Run(text, tmp_path, 2, "--compare", "2", "--block-steps", "2").finish()
+    ways = {way: [e for e in run.events("step") if e["way"] == way] for way in ("as sampled", "balanced")}
+    assert [[e["step"] for e in steps] for steps in ways.values()] == [[1, 2, 3, 4]] * 2
+    for sampled, balanced in zip(*ways.values(), strict=True):
+        assert sampled["label_tokens"] == balanced["label_tokens"]
+        assert sampled["loss"] == pytest.approx(balanced["loss"], rel=1e-5)
+        assert sampled["objective_after"] == sampled["objective_before"] == balanced["objective_before"]
+        assert balanced["objective_after"] <= sampled["objective_after"]
+    assert sum(e["objective_after"] for e in ways["balanced"]) < sum(e["objective_after"] for e in ways["as sampled"])
+    (told,) = run.events("comparison")
+    assert told["steps"] == 4
+    assert told["predicted_speedup"] >= 1
+    assert "as sampled" in (tmp_path / "output.txt").read_text()
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    options = parse_arguments(["--steps", "100", "--warm-up", "10", "--learning-rate", "1.0"])
+    rates = [learning_rate_at(step, options) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[100] == pytest.approx(0.1)
+    assert all(earlier >= later for earlier, later in itertools.pairwise(rates[10:]))
+
+
+def test_records_are_for_training_or_for_evaluation() -> None:
+    training, evaluation = split_records(100, 10)
+    assert sorted([*training, *evaluation]) == list(range(100))
+    assert len(evaluation) == 10
+    assert len(split_records(100, 0)[1]) == 0
+
+
+def test_resuming_without_a_directory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--resume"])
+    assert "--resume needs --checkpoint DIR" in capsys.readouterr().err
