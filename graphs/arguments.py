@@ -1,4 +1,4 @@
-"""The arguments of the builder, checked against each other: every refusal of a native graph, before anything is made."""
+"""The builder's arguments, checked against each other: every refusal of a native graph, before anything is made."""
 
 from __future__ import annotations
 
@@ -56,14 +56,19 @@ def worker_arguments(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[int, 
 
 def _mode_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     if given["external_step_source"] is not None:
-        return ["external_step_source: external steps come later; accepted so far: batch_sampler with metadata_fn or metadata"]
+        return [
+            "external_step_source: external steps come later; accepted so far: batch_sampler with metadata_fn or "
+            "metadata"
+        ]
     if given["batch_sampler"] is None:
         return [
             "nothing defines a step; accepted: batch_sampler with metadata_fn, batch_sampler with metadata and "
             "metadata_mode=True, or external_step_source with metadata_fn"
         ]
     if given["metadata"] is not None and given["metadata_fn"] is not None:
-        return ["both metadata and metadata_fn were given; accepted: metadata with metadata_mode=True, else metadata_fn"]
+        return [
+            "both metadata and metadata_fn were given; accepted: metadata with metadata_mode=True, else metadata_fn"
+        ]
     if config.metadata_mode:
         if given["metadata"] is None:
             return ["metadata_mode=True without metadata; accepted: a sequence of SampleMetadata by dataset index"]
@@ -101,7 +106,9 @@ def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     if config.on_error == "skip":
         problems.append("on_error='skip' comes later; accepted so far: 'raise'")
     if config.communication_backend in ("nccl", "hccl"):
-        problems.append(f"communication_backend {config.communication_backend!r} comes later; accepted so far: 'auto', 'gloo'")
+        problems.append(
+            f"communication_backend {config.communication_backend!r} comes later; accepted so far: 'auto', 'gloo'"
+        )
     if given["device"] is not None and str(given["device"]).split(":")[0] != "cpu":
         problems.append(f"device {given['device']!r} comes later; accepted so far: 'cpu'")
     return problems
@@ -111,7 +118,9 @@ def _mesh_problems(topology: DataTopology, config: DistributedDatasetConfig) -> 
     problems = []
     readers, planner = config.dataset_reader_ranks, config.planner_rank
     if readers is not None and tuple(readers) != topology.constructor_ranks:
-        problems.append(f"dataset_reader_ranks is {tuple(readers)}; accepted: the constructors {topology.constructor_ranks}")
+        problems.append(
+            f"dataset_reader_ranks is {tuple(readers)}; accepted: the constructors {topology.constructor_ranks}"
+        )
     if planner is not None and planner not in topology.constructor_ranks:
         problems.append(f"planner_rank is {planner}; accepted: one of the constructors {topology.constructor_ranks}")
     if config.dataset_already_sharded:
@@ -128,7 +137,9 @@ def _data_problems(dataset: Any, given: Arguments, config: DistributedDatasetCon
         if not hasattr(metadata, "__getitem__"):
             problems.append(f"metadata is a {type(metadata).__name__}; accepted: anything with __getitem__ and __len__")
         elif hasattr(metadata, "__len__") and hasattr(dataset, "__len__") and len(metadata) != len(dataset):
-            problems.append(f"metadata has {len(metadata)} entries, the dataset {len(dataset)} records; accepted: equally many")
+            problems.append(
+                f"metadata has {len(metadata)} entries, the dataset {len(dataset)} records; accepted: equally many"
+            )
     return problems
 
 
@@ -147,7 +158,10 @@ def _worker_problems(options: Mapping[str, Any]) -> list[str]:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not math.isfinite(timeout) or timeout < 0:
         problems.append(f"dataloader_kwargs timeout is {timeout!r}; accepted: a finite number >= 0 (seconds)")
     elif workers == 0:
-        needing = [name for name, idle in (("timeout", 0), ("prefetch_factor", None), ("persistent_workers", False),
-                                           ("multiprocessing_context", None)) if options.get(name, idle) != idle]  # fmt: skip
-        problems += [f"dataloader_kwargs {name}={options[name]!r} needs workers; accepted with num_workers >= 1" for name in needing]
+        of_workers = ("timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+        needing = [name for name in of_workers if options.get(name, _WORKER_DEFAULTS[name]) != _WORKER_DEFAULTS[name]]
+        problems += [
+            f"dataloader_kwargs {name}={options[name]!r} needs workers; accepted with num_workers >= 1"
+            for name in needing
+        ]
     return problems

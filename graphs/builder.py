@@ -1,8 +1,8 @@
 """``build_distributed_dataloader``: from a dataset, a mesh and a configuration to a loader.
 
-Construction takes one agreement: each rank checks what it was given without raising, all exchange what they found over a
-group made first, and then either every rank raises the same ValueError or every rank builds its graph. Nothing is read
-and no other group is made before that; a failed construction leaves nothing behind.
+Construction takes one agreement: each rank checks what it was given without raising, all exchange what they found over
+a group made first, and then either every rank raises the same ValueError or every rank builds its graph. Nothing is
+read and no other group is made before that; a failed construction leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs.native import NativeParts, native_graph, peer_graph
 from hp_nodes import DistributedDataLoader, SampleMetadata, WindowSampler, WorkloadCost
 from hp_nodes.planning import BackboneCostModel, BalancingAlgorithm, CausalAttentionCostModel
 from hp_nodes.samplers import BatchSampler
-from hp_nodes.text import collate_text, pack_text, split_packed_text
+from hp_nodes.text import collate_text, pack_text, split_packed_text, text_metadata
 from hp_nodes.transport import DataTopology, Transport, create_transport
 from hp_nodes.transport.agreement import gather_texts
 from hp_nodes.transport.topology import Mesh
@@ -130,7 +130,9 @@ def _offer(
 
 def _plain_config(config: DistributedDatasetConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
-    return {name: value if isinstance(value, (int, float, str, bool)) else repr(value) for name, value in values.items()}
+    return {
+        name: value if isinstance(value, (int, float, str, bool)) else repr(value) for name, value in values.items()
+    }
 
 
 def _agree(control: Transport, topology: DataTopology, problems: list[str], offer: dict[str, Any]) -> dict[str, Any]:
@@ -143,11 +145,11 @@ def _agree(control: Transport, topology: DataTopology, problems: list[str], offe
     told = [json.loads(text) for text in gather_texts(control, mine, "construction")]
     ranks = control.global_ranks
     found: dict[str, list[int]] = {}
-    for rank, said in zip(ranks, told):
+    for rank, said in zip(ranks, told, strict=True):
         for problem in said["problems"]:
             found.setdefault(problem, []).append(rank)
     if not found:
-        found = _differences({rank: said["offer"] for rank, said in zip(ranks, told)})
+        found = _differences({rank: said["offer"] for rank, said in zip(ranks, told, strict=True)})
     if found:
         raise ValueError("; ".join(_with_ranks(problem, who, ranks) for problem, who in found.items()))
     constructor = told[ranks.index(topology.model_parallel_ranks[0])]["offer"]
@@ -199,7 +201,7 @@ def _parts(dataset: Any, config: DistributedDatasetConfig, given: Mapping[str, A
         split_fn = partial(split_packed_text, pad_token_id=config.pad_token_id)
         pack_fn = partial(pack_text, pad_token_id=config.pad_token_id)
         collate_fn = collate_fn or collate_text
-        metadata_fn = partial(_text_metadata, metadata_fn)
+        metadata_fn = partial(text_metadata, metadata_fn=metadata_fn)
     return NativeParts(
         dataset=dataset,
         batch_sampler=given["batch_sampler"],
@@ -234,14 +236,3 @@ def _whole_record(samples: Sequence[Any], seq_len: int) -> Any:
     """One record, one bin."""
     (record,) = samples
     return record
-
-
-def _text_metadata(metadata_fn: Callable[[Any], SampleMetadata] | None, sequence: Mapping[str, Any]) -> SampleMetadata:
-    """The metadata of a text sequence; what a user's function counts must be what will be packed."""
-    tokens = len(sequence["input_ids"])
-    if metadata_fn is None:
-        return SampleMetadata(tokens)
-    metadata = metadata_fn(sequence)
-    if metadata.pack_tokens != tokens:
-        raise ValueError(f"metadata_fn counts pack_tokens {metadata.pack_tokens}, but the sequence has {tokens} input_ids")
-    return metadata

@@ -83,9 +83,13 @@ class DistributedDatasetConfig:
                 f"{self.seq_len * self.local_batch_size}; accepted: below 2**31"
             )
         if not problems and self.repack_sequences and self.metadata_mode:
-            problems.append("repack_sequences with metadata_mode: sequences are known only after reading; accepted: one of them")
+            problems.append(
+                "repack_sequences with metadata_mode: sequences are known only after reading; accepted: one of them"
+            )
         if not problems and self.repack_sequences and self.oversized_policy == "single":
-            problems.append("oversized_policy 'single' with repack_sequences: a longer record cannot be packed; accepted: 'error'")
+            problems.append(
+                "oversized_policy 'single' with repack_sequences: a longer record cannot be packed; accepted: 'error'"
+            )
         if problems:
             raise ValueError("DistributedDatasetConfig: " + "; ".join(problems))
 

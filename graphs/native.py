@@ -40,7 +40,7 @@ __all__ = ["NativeParts", "native_graph", "peer_graph"]
 
 @dataclass(frozen=True)
 class NativeParts:
-    """What the user brings to a native graph, resolved: the functions of each stage, None where the stage has a default."""
+    """What the user brings to a native graph: the functions of each stage, None where the stage has a default."""
 
     dataset: Any
     batch_sampler: BatchSampler
@@ -99,7 +99,9 @@ def _reader(windows: BaseNode[Window], parts: NativeParts, config: DistributedDa
     )
 
 
-def _planner(windows: BaseNode[Window], parts: NativeParts, config: DistributedDatasetConfig, data: Transport) -> Planner:
+def _planner(
+    windows: BaseNode[Window], parts: NativeParts, config: DistributedDatasetConfig, data: Transport
+) -> Planner:
     return Planner(
         windows,
         data,

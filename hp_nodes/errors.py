@@ -1,8 +1,8 @@
 """One error for every rank: what failed, where, and the original traceback as text.
 
-Inside a node, :class:`failing_at` notes on any exception which node and sample it belongs to, without changing its type,
-so a node that is used alone raises what the user's function raised. Where ranks communicate, the exception becomes a
-:class:`DataPlaneError`, travels as text, and is raised on every rank.
+Inside a node, :class:`failing_at` notes on any exception which node and sample it belongs to, without changing its
+type, so a node that is used alone raises what the user's function raised. Where ranks communicate, the exception
+becomes a :class:`DataPlaneError`, travels as text, and is raised on every rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ class DataPlaneError(RuntimeError):
             if value is not None
         ]
         head = f"[{', '.join(places)}] {self.message}" if places else self.message
-        return f"{head}\n--- traceback on rank {self.rank} ---\n{self.original_traceback}" if self.original_traceback else head
+        return (
+            f"{head}\n--- traceback on rank {self.rank} ---\n{self.original_traceback}"
+            if self.original_traceback
+            else head
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_fields, (self.to_fields(), self.agreed)
@@ -128,7 +132,7 @@ def _from_fields(fields: dict[str, Any], agreed: bool) -> DataPlaneError:
     return error
 
 
-class exchanging:
+class exchanging:  # noqa: N801  a context, read as a verb
     """Context: a transport's own failure inside (a time limit, a broken connection) happened at this node and step."""
 
     __slots__ = ("_epoch", "_node", "_step")
@@ -168,7 +172,7 @@ def note_location(
         setattr(error, _LOCATION, noted)
 
 
-class failing_at:
+class failing_at:  # noqa: N801  a context, read as a verb
     """Context: an exception from inside belongs to ``node`` and, when given, to a step and a sample.
 
     The innermost context wins. A StopIteration from a user's function would end the epoch silently, so it becomes a

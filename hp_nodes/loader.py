@@ -1,8 +1,8 @@
 """What a training loop iterates: a graph, its fingerprint, and the transports it holds.
 
 ``for batch in loader`` gives micro-batch data; ``loader.last`` says where it stands. State is taken and given back
-towards the outside as one text, ``{"hp_nodes": ...}``, so that a distributed checkpoint neither merges nor drops parts of
-it. A loader of rank-scoped nodes has a key for each data rank instead.
+towards the outside as one text, ``{"hp_nodes": ...}``, so that a distributed checkpoint neither merges nor drops parts
+of it. A loader of rank-scoped nodes has a key for each data rank instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hp_nodes.plain import from_text, to_text
 from hp_nodes.transport import DataTopology, Transport
 from hp_nodes.types import BalanceReport, MicroBatch
 
-__all__ = ["DistributedDataLoader", "STATE_VERSION"]
+__all__ = ["STATE_VERSION", "DistributedDataLoader"]
 
 STATE_VERSION = 1
 logger = logging.getLogger("hp_nodes")
@@ -172,7 +172,9 @@ class DistributedDataLoader:
     def _parsed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(state_dict, Mapping) or self._key not in state_dict:
             found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ValueError(f"this is no state of the loader: it has {found}; accepted: a dict with the key {self._key!r}")
+            raise ValueError(
+                f"this is no state of the loader: it has {found}; accepted: a dict with the key {self._key!r}"
+            )
         text = state_dict[self._key]
         try:
             state = from_text(text) if isinstance(text, str) else text
@@ -180,7 +182,9 @@ class DistributedDataLoader:
         except (ValueError, TypeError) as error:
             raise ValueError(f"the state under {self._key!r} cannot be read: {error}") from error
         if not complete:
-            raise ValueError(f"the state under {self._key!r} has {sorted(state)}; it needs version, fingerprint and nodes")
+            raise ValueError(
+                f"the state under {self._key!r} has {sorted(state)}; it needs version, fingerprint and nodes"
+            )
         if state["version"] != STATE_VERSION:
             raise ValueError(f"the state has version {state['version']!r}; this release reads version {STATE_VERSION}")
         return dict(state)
@@ -189,7 +193,9 @@ class DistributedDataLoader:
         names = sorted(set(saved) | set(self.fingerprint))
         apart = [name for name in names if saved.get(name) != self.fingerprint.get(name)]
         if apart:
-            lines = "; ".join(f"{name}: saved {saved.get(name)!r}, now {self.fingerprint.get(name)!r}" for name in apart)
+            lines = "; ".join(
+                f"{name}: saved {saved.get(name)!r}, now {self.fingerprint.get(name)!r}" for name in apart
+            )
             raise ValueError(f"the state belongs to other data: {lines}")
 
     # ---- end
@@ -223,9 +229,10 @@ def balance_line(report: BalanceReport) -> str:
     before = "" if plan.before is None else f"{plan.before:.4g} → "
     return (
         f"{plan.objective} {before}{plan.after:.4g} (bound {plan.lower_bound:.4g}), gain "
-        f"{100 * (plan.gain or 0):.1f} %{'' if plan.accepted else ', reference kept'}; padding {plan.padding} tokens; this rank "
-        f"sent {report.samples_sent} samples ({report.bytes_sent} B), received {report.samples_received} "
-        f"({report.bytes_received} B); skipped {report.skipped}, dropped {report.dropped}; planned in {plan.seconds:.3f} s"
+        f"{100 * (plan.gain or 0):.1f} %{'' if plan.accepted else ', reference kept'}; padding {plan.padding} tokens; "
+        f"this rank sent {report.samples_sent} samples ({report.bytes_sent} B), received {report.samples_received} "
+        f"({report.bytes_received} B); skipped {report.skipped}, dropped {report.dropped}; "
+        f"planned in {plan.seconds:.3f} s"
     )
 
 

@@ -1,7 +1,8 @@
-"""State as text: plain values, and the few types that generators keep their state in, written as JSON and read back equal.
+"""State as text: plain values, and the few types that generators keep their state in, written as JSON and read back
+equal.
 
-JSON alone would turn tuples into lists and int keys into strings; those, bytes, numpy arrays and scalars, and CPU tensors
-are written with a tag. Anything else is refused with its path.
+JSON alone would turn tuples into lists and int keys into strings; those, bytes, numpy arrays and scalars, and CPU
+tensors are written with a tag. Anything else is refused with its path.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _encoded(value: Any, path: str) -> Any:
     if kind is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and value.dtype in _DTYPES:
         return {_TAG: "tensor", "array": _encoded(value.detach().contiguous().numpy(), path)}
     raise ValueError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}; a node's state may hold None, bool, int, float, str, bytes, list, "
-        "tuple, dict, numpy numbers and arrays, and CPU tensors of integers or floats"
+        f"{path} is a {kind.__module__}.{kind.__qualname__}; a node's state may hold None, bool, int, float, str, "
+        "bytes, list, tuple, dict, numpy numbers and arrays, and CPU tensors of integers or floats"
     )
 
 

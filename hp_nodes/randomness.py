@@ -1,8 +1,8 @@
 """Randomness that survives a resume: one seed for each occurrence of a record.
 
-A dataset that calls :func:`sample_rng` draws the same numbers for the same (seed, epoch, occurrence position), whatever the
-number of ranks or workers and wherever a run was resumed. Generators are made on first use. In reader worker processes
-the global generators are reseeded for each sample as well; in the trainer's process they are never touched.
+A dataset that calls :func:`sample_rng` draws the same numbers for the same (seed, epoch, occurrence position), whatever
+the number of ranks or workers and wherever a run was resumed. Generators are made on first use. In reader worker
+processes the global generators are reseeded for each sample as well; in the trainer's process they are never touched.
 """
 
 from __future__ import annotations

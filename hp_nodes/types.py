@@ -7,7 +7,8 @@ so a person can stop behind any node and look.
 * :class:`MicroBatch`: what one forward/backward consumes on one rank.
 
 The values inside them (:class:`SampleKey`, :class:`SampleMetadata`, :class:`WorkloadCost`, :class:`PackingPlan`,
-:class:`PlanReport`, :class:`BalanceReport`) are plain data. This module imports neither torch.distributed nor torchdata.
+:class:`PlanReport`, :class:`BalanceReport`) are plain data. This module imports neither torch.distributed nor
+torchdata.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ class SampleKey(NamedTuple):
     """Which sample this is. Keys are unique within an epoch and ordered as the sampler chose the samples.
 
     ``position`` is the occurrence position: the record's place in the epoch's global order, unique even when an index
-    repeats. ``index`` is the record's dataset index. ``part`` numbers the sequences of a split record; 0 for a whole one.
+    repeats. ``index`` is the record's dataset index. ``part`` numbers the sequences of a split record; 0 for a whole
+    one.
     """
 
     position: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not needed here
     part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadCost:
-    """What one sample costs, by where the time is spent. Any unit, the same for all samples; ``llm`` is what is balanced.
+    """What one sample costs, by where the time is spent. Any unit, the same for all samples; ``llm`` is what is
+    balanced.
 
     Raises:
         ValueError: a component is negative, infinite or NaN.
@@ -99,10 +102,11 @@ class SampleMetadata:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What a plan did to one window, or (summed) to a step. Arrays have one row a data-parallel rank, one column a round.
+    """What a plan did to one window, or (summed) to a step. Arrays have one row a data-parallel rank, one column a
+    round.
 
-    ``before``, ``after`` and ``lower_bound`` are values of the objective, in the unit of the costs and computed from the
-    same quantised costs. ``gain`` is ``1 - after / before`` of the plan that was found, even when it was not used.
+    ``before``, ``after`` and ``lower_bound`` are values of the objective, in the unit of the costs and computed from
+    the same quantised costs. ``gain`` is ``1 - after / before`` of the plan that was found, even when it was not used.
     Without a reference ``before``, ``gain`` and the ``*_before`` arrays are None.
     """
 
@@ -121,7 +125,7 @@ class PlanReport:
     samples_before: NDArray[np.int64] | None
     samples_after: NDArray[np.int64]
     padding: int
-    """Tokens of padding over all bins after planning (the number of bins and tokens is the plan's, so it does not change)."""
+    """Tokens of padding over all bins; with the same bins and tokens it is the same before and after."""
     work: float = 0.0
     """Cost that any plan must carry, over all ranks, without initial loads."""
     largest_sample: float = 0.0
@@ -169,7 +173,7 @@ class Assignment:
     parts: NDArray[np.int32]
     """int32[m]: which sequence of its record."""
     indices: NDArray[np.int64] | None
-    """int64[m]: dataset index; None where samples were read before they were planned (the index then travels with them)."""
+    """int64[m]: dataset index; None where samples were read before planning (it then travels with them)."""
     bins: NDArray[np.int32]
     """int32[m]: local bin, ``round * local_batch_size + slot``; ascending."""
     tokens: NDArray[np.int64]
@@ -186,8 +190,9 @@ class Assignment:
 class Window:
     """This rank's part of the rounds that are planned together. Nodes fill the fields below the line as it passes.
 
-    Until the plan is carried out, ``keys`` and the fields of the same length describe the samples that this rank's sampler
-    chose; after the Router (or a SampleReader behind the Planner) those that the plan gave it, in packing order.
+    Until the plan is carried out, ``keys`` and the fields of the same length describe the samples that this rank's
+    sampler chose; after the Router (or a SampleReader behind the Planner) those that the plan gave it, in packing
+    order.
     """
 
     epoch: int
@@ -199,7 +204,7 @@ class Window:
     keys: tuple[SampleKey, ...]
     # ---- filled on the way
     reference: NDArray[np.int32] | None = None
-    """int32[n]: the local bin (``round * local_batch_size + slot``) of each sample without balancing. By WindowSampler."""
+    """int32[n]: local bin (``round * local_batch_size + slot``) of each sample unbalanced. By WindowSampler."""
     samples: tuple[Any, ...] | None = None
     """One record, or one sequence of a split record, for each key. By SampleReader; Splitter; Router."""
     metadata: tuple[SampleMetadata, ...] | None = None
@@ -222,7 +227,7 @@ class Window:
     """Samples at the epoch's end that fill no step; on the epoch's last window. By WindowSampler."""
 
     def take(self, places: Sequence[int]) -> Window:
-        """The window with only the samples at ``places``, in that order: for a node that filters or reorders samples."""
+        """The window with only the samples at ``places``, in that order: for nodes that filter or reorder."""
         chosen = np.asarray(places, dtype=np.intp)
         changed: dict[str, Any] = {}
         for name in ("keys", "samples", "metadata"):

@@ -242,7 +242,7 @@ def test_loops_over_epochs() -> None:
         found = []
         for epoch in range(3):
             loader.set_epoch(epoch)
-            found.append([batch for batch in loader])
+            found.append(list(loader))
         assert found == expected
         again = numbers_loader(3, 1, mesh)
         epochs = []

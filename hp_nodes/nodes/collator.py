@@ -87,7 +87,9 @@ class Collator(Stage[MicroBatch]):
             if window.packed is None:
                 raise ValueError("the window has no packed bins; a Packer below the Collator fills them")
             if len(window.packed) != window.num_rounds:
-                raise ValueError(f"the window has packed bins for {len(window.packed)} rounds, it has {window.num_rounds}")
+                raise ValueError(
+                    f"the window has packed bins for {len(window.packed)} rounds, it has {window.num_rounds}"
+                )
         self._given = 0
         if self._skip is not None:
             # The state spoke of a window; after set_epoch another one comes, from its beginning.
@@ -125,7 +127,11 @@ class Collator(Stage[MicroBatch]):
         if window.bins is None:
             return [], None
         inside = np.flatnonzero(window.bins // self.local_batch_size == number)
-        tokens = int(window.tokens[inside].sum()) if window.tokens is not None and len(window.tokens) == len(window.bins) else None
+        tokens = (
+            int(window.tokens[inside].sum())
+            if window.tokens is not None and len(window.tokens) == len(window.bins)
+            else None
+        )
         return [window.keys[place] for place in inside.tolist()], tokens
 
     def _step_report(self) -> BalanceReport | None:

@@ -49,10 +49,14 @@ class DevicePrefetcher(Stage[MicroBatch]):
             raise ValueError(f"{self.name}: depth is {depth!r}; accepted: an int >= 0 (micro-batches)")
         self.device = torch.device(device)
         if self.device.type != "cpu":
-            raise ValueError(f"{self.name}: device is {device!r}; staging to a device comes later, accepted so far: 'cpu'")
+            raise ValueError(
+                f"{self.name}: device is {device!r}; staging to a device comes later, accepted so far: 'cpu'"
+            )
         self.depth = depth
-        clocks = [node.clock for node in all_nodes(source) if isinstance(getattr(node, "clock", None), ConsumerClock)]
-        self.clock: ConsumerClock = clocks[-1] if clocks else ConsumerClock()
+        clocks = [
+            clock for node in all_nodes(source) if isinstance(clock := getattr(node, "clock", None), ConsumerClock)
+        ]
+        self.clock = clocks[-1] if clocks else ConsumerClock()
         self._ahead: RunAhead[Staged] | None = None
         self._state: dict[str, Any] | None = None
         self._end: BaseException | None = None

@@ -1,8 +1,8 @@
 """A graph of nodes seen from outside: who is below whom, what they are called, and their state as one flat mapping.
 
-torchdata nests a source's state inside the state of the node above. Ours is flat, ``{"hp_nodes": {name: entry}}``, so that
-a checkpoint does not depend on which nodes merely pass things through. A user's torchdata node in between nests as it
-always did: what it nested is lifted out when its state is read (:func:`read_state`) and put back when it is restored
+torchdata nests a source's state inside the state of the node above. Ours is flat, ``{"hp_nodes": {name: entry}}``, so
+that a checkpoint does not depend on which nodes merely pass things through. A user's torchdata node in between nests as
+it always did: what it nested is lifted out when its state is read (:func:`read_state`) and put back when it is restored
 (:func:`restore`).
 """
 
@@ -25,8 +25,12 @@ def sources(node: BaseNode[Any]) -> list[BaseNode[Any]]:
     for name, value in vars(node).items():
         if private and name.startswith("_"):
             continue  # torchdata keeps its own iterators there
-        candidates = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
-        found.extend(item for item in candidates if isinstance(item, BaseNode) and not any(item is one for one in found))
+        candidates = (
+            value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
+        )
+        found.extend(
+            item for item in candidates if isinstance(item, BaseNode) and not any(item is one for one in found)
+        )
     return found
 
 
@@ -117,7 +121,9 @@ def _lift(value: Any, entries: dict[str, Any]) -> Any:
     if _is_flat(value):
         for name, entry in value[NODES_KEY].items():
             if name in entries:
-                raise ValueError(f"two branches of the graph have a node called {name!r}; give one of them another name")
+                raise ValueError(
+                    f"two branches of the graph have a node called {name!r}; give one of them another name"
+                )
             entries[name] = entry
         return {NODES_KEY: sorted(value[NODES_KEY])}
     if isinstance(value, dict):

@@ -26,9 +26,9 @@ def check_graph(root: BaseNode[Any]) -> None:
         below = [names[id(other)] for other in all_nodes(node) if getattr(other, "communicates", False)]
         if below:
             raise ValueError(
-                f"torchdata's {type(node).__name__} ({names[id(node)]}) stands above {below[0]}, which communicates with other "
-                "ranks: its reset can put two threads into one source, which loses items. Put it below the Planner, or use "
-                "HostPrefetcher"
+                f"torchdata's {type(node).__name__} ({names[id(node)]}) stands above {below[0]}, which communicates "
+                "with other ranks: its reset can put two threads into one source, which loses items. Put it below the "
+                "Planner, or use HostPrefetcher"
             )
 
 
@@ -54,8 +54,8 @@ def _is_setting(key: str, value: Any) -> bool:
 def peek(graph: BaseNode[Any], after: str) -> Any:
     """What flows behind a node: its next item. The graph stands afterwards where it stood before.
 
-    On several ranks all call it, since nodes below may communicate. A graph whose background thread is running has to be
-    closed first.
+    On several ranks all call it, since nodes below may communicate. A graph whose background thread is running has to
+    be closed first.
 
     Args:
         graph: any node of a graph.

@@ -159,5 +159,7 @@ class _WindowPull:
     def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> None:
         located = exchanging(self._name, unit[0][0].epoch, unit[0][0].step) if unit else exchanging(self._name)
         with located:
-            told = self._transport.all_gather(np.array([status], dtype=np.int64).view(np.uint8), f"{self._name}: closing")
+            told = self._transport.all_gather(
+                np.array([status], dtype=np.int64).view(np.uint8), f"{self._name}: closing"
+            )
             check_statuses(self._transport, told.view(np.int64)[:, 0], error, self._name)

@@ -1,7 +1,7 @@
 """Metadata derivation: what planning needs to know of each sample.
 
-Takes windows of samples (online) or of keys (precomputed metadata), gives them with ``metadata``, ``tokens`` and ``costs``.
-Cost models run here, where the sample is: only numbers travel afterwards.
+Takes windows of samples (online) or of keys (precomputed metadata), gives them with ``metadata``, ``tokens`` and
+``costs``. Cost models run here, where the sample is: only numbers travel afterwards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MetadataDeriver(Stage[Window]):
         window = self.pull()
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             found, costs = [], np.empty(len(window.keys))
-            for number, (key, item) in enumerate(zip(window.keys, self._items(window))):
+            for number, (key, item) in enumerate(zip(window.keys, self._items(window), strict=True)):
                 place.at(key)
                 metadata = self._describe(item)
                 cost = metadata.cost if self.cost_model is None else self.cost_model(metadata)

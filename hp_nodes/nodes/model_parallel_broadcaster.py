@@ -1,9 +1,9 @@
 """Model-parallel broadcast: every model peer gets its constructor's micro-batch, when it is consumed.
 
-On a constructor: takes micro-batches, gives the same ones, and sends each to the peers. On a peer: has no source and gives
-what arrives. Communicates within the model-parallel group: a small fixed header (status, place, sizes), then one body.
-Adds no entry of its own; with each micro-batch that ends a step the constructor sends its state, so a peer's state is
-the constructor's.
+On a constructor: takes micro-batches, gives the same ones, and sends each to the peers. On a peer: has no source and
+gives what arrives. Communicates within the model-parallel group: a small fixed header (status, place, sizes), then one
+body. Adds no entry of its own; with each micro-batch that ends a step the constructor sends its state, so a peer's
+state is the constructor's.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             error.agreed = True
             raise error
         if state_nbytes:
-            self._told = from_text(body[frame_nbytes :].tobytes().decode())
+            self._told = from_text(body[frame_nbytes:].tobytes().decode())
         return _micro_batch(header, self.codec.decode(body[:frame_nbytes])[0])
 
 

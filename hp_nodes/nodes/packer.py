@@ -51,18 +51,20 @@ class Packer(Stage[Window]):
         num_bins = window.num_rounds * self.local_batch_size
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             if window.samples is None or window.bins is None:
-                raise ValueError("the window's samples are not where the plan wants them; a Router below the Packer brings them")
+                raise ValueError(
+                    "the window's samples are not where the plan wants them; a Router below the Packer brings them"
+                )
             if len(window.samples) != len(window.bins) or len(window.keys) != len(window.bins):
                 raise ValueError(
-                    f"the window has {len(window.keys)} keys, {len(window.samples)} samples and {len(window.bins)} bins; "
+                    f"the window has {len(window.keys)} keys, {len(window.samples)} samples, {len(window.bins)} bins; "
                     "a node that changes samples after the plan keeps the three equally long (Window.take does)"
                 )
             counts = np.bincount(window.bins, minlength=num_bins)
             empty = np.flatnonzero(counts == 0)
             if len(empty):
                 raise ValueError(
-                    f"{len(window.samples)} samples are left for {num_bins} bins and {len(empty)} bins have none: at least {len(empty)} "
-                    "more samples are needed on this rank"
+                    f"{len(window.samples)} samples are left for {num_bins} bins and {len(empty)} bins have none: at "
+                    f"least {len(empty)} more samples are needed on this rank"
                 )
             order = np.argsort(window.bins, kind="stable").tolist()
             packed, end = [], 0

@@ -79,7 +79,7 @@ class Planner(Stage[Window]):
         self.padding_cost = None if padding_cost is None else np.asarray(padding_cost, dtype=np.float64)
         self.broadcast_plan = broadcast_plan
         self.announcement: DataPlaneError | Status | None = None
-        """Set from another thread: what the next opening brings instead of a window: "closed", or an error from above."""
+        """Set from another thread: what the next opening brings in place of a window: "closed", or an error."""
         self._capacity = 1
         self._loads: tuple[int, int, NDArray[np.float64]] | None = None
 
@@ -95,7 +95,7 @@ class Planner(Stage[Window]):
             loads = np.asarray(entry[self.LOADS_KEY], dtype=np.float64)
             if len(loads) != self.transport.size:
                 raise ValueError(
-                    f"{self.name}: the state is from within a step on {len(loads)} ranks, here are {self.transport.size}; "
+                    f"{self.name}: the state is from within a step on {len(loads)} ranks, not {self.transport.size}; "
                     "another number of ranks can resume at a step's boundary only"
                 )
             self._loads = int(entry[self.EPOCH_KEY]), int(entry[self.STEP_KEY]), loads
@@ -160,11 +160,14 @@ class Planner(Stage[Window]):
                 numbers["reference"] = window.reference
                 numbers["part"] = [key.part for key in window.keys]
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
-            for key, metadata in zip(window.keys, window.metadata if self.packing_budgets else ()):
+            described = zip(window.keys, window.metadata, strict=True) if self.packing_budgets else ()
+            for key, metadata in described:
                 place.at(key)
                 missing = [name for name in self.packing_budgets if name not in metadata.packing_costs]
                 if missing:
-                    raise ValueError(f"packing_costs lacks {missing}; every sample states each of {list(self.packing_budgets)}")
+                    raise ValueError(
+                        f"packing_costs lacks {missing}; every sample states each of {list(self.packing_budgets)}"
+                    )
             for column, name in enumerate(self.packing_budgets):
                 numbers[f"budget_{column}"] = [metadata.packing_costs[name] for metadata in window.metadata]
         return Opening(
@@ -192,12 +195,14 @@ class Planner(Stage[Window]):
                 keys.append(np.stack([mine["offset"] + firsts[rank], part], axis=1))
             if not numbers["cost"].any() and self.padding_cost is None:
                 raise ValueError(
-                    "all costs of the window are 0; give a cost_model, a model_config, or SampleMetadata with a cost whose "
-                    "llm component is positive"
+                    "all costs of the window are 0; give a cost_model, a model_config, or SampleMetadata with a cost "
+                    "whose llm component is positive"
                 )
             names = list(self.packing_budgets)
             budgets = np.stack([numbers[f"budget_{k}"] for k in range(len(names))], axis=1) if names else None
-            carried = self._loads if self._loads is not None and self._loads[:2] == (window.epoch, window.step) else None
+            carried = (
+                self._loads if self._loads is not None and self._loads[:2] == (window.epoch, window.step) else None
+            )
             problem = PackingProblem(
                 numbers["tokens"].astype(np.int64),
                 numbers["cost"],
@@ -219,9 +224,7 @@ class Planner(Stage[Window]):
             return None, failed
         return problem, None
 
-    def _agreed_plan(
-        self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window
-    ) -> PackingPlan:
+    def _agreed_plan(self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window) -> PackingPlan:
         if problem is None:
             self._raise_everywhere(error)
         if self.broadcast_plan and self.transport.size > 1:

@@ -1,15 +1,14 @@
 """Reader worker processes: one torch DataLoader that is fed chunks of keys lazily, window after window.
 
 Takes windows of keys from a callable, gives their samples in the order asked for. Workers stay busy across window ends:
-each window is cut into as many chunks as there are workers, whatever its size, so how far the feed runs ahead depends on
-the number of chunks taken alone. A chunk comes back as one buffer where its samples allow it.
+each window is cut into as many chunks as there are workers, whatever its size, so how far the feed runs ahead depends
+on the number of chunks taken alone. A chunk comes back as one buffer where its samples allow it.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -149,5 +148,3 @@ class ReadWorkers:
         epoch, keys = following
         size = -(-len(keys) // self._num_workers)
         return [_Chunk(epoch, list(keys[k * size : (k + 1) * size])) for k in range(self._num_workers)]
-
-

@@ -1,7 +1,7 @@
 """A2A route: carries out the plan. Afterwards each rank holds the samples that the plan gave it, in packing order.
 
-Takes windows with samples and an assignment, gives them with ``keys``, ``samples``, ``bins``, ``tokens`` and ``costs`` of
-the planned samples. Communicates: a digest of the plan, encoding status and sizes, always; the payload, one buffer a
+Takes windows with samples and an assignment, gives them with ``keys``, ``samples``, ``bins``, ``tokens`` and ``costs``
+of the planned samples. Communicates: a digest of the plan, encoding status and sizes, always; the payload, one buffer a
 peer, when the plan moves anything. Only samples that change rank are encoded.
 """
 
@@ -129,10 +129,12 @@ class Router(Stage[Window]):
         return failed
 
     def _parcels(self, window: Window) -> list[_Parcel]:
-        """Encode what leaves this rank; in the first window at least one sample, so that what cannot travel is found."""
+        """Encode what leaves this rank; check one sample of the first window, so that what cannot travel is found."""
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             if window.assignment is None or window.samples is None:
-                raise ValueError("the window has no plan or no samples; a SampleReader and a Planner below the Router fill them")
+                raise ValueError(
+                    "the window has no plan or no samples; a SampleReader and a Planner below the Router fill them"
+                )
             targets, samples = window.assignment.targets, window.samples
             if len(samples) != len(targets):
                 raise ValueError(f"the window has {len(samples)} samples, but {len(targets)} were planned")
@@ -156,7 +158,7 @@ class Router(Stage[Window]):
         window: Window | None,
         parcels: list[_Parcel],
     ) -> NDArray[np.int64]:
-        """Tell everybody this rank's status and plan, and each peer what it will get. Returns the bytes of each frame."""
+        """Tell everybody this rank's status and plan, and each peer what it will get; returns each frame's bytes."""
         records = np.zeros((self.transport.size, _RECORD), dtype=np.int64)
         records[:, 0] = status
         if window is not None and window.plan is not None:
@@ -185,10 +187,10 @@ class Router(Stage[Window]):
         outgoing = [parcel.nbytes for parcel in parcels]
         buffer = np.zeros(sum(outgoing), dtype=np.uint8)
         end = 0
-        for parcel, size in zip(parcels, outgoing):
+        for parcel, size in zip(parcels, outgoing, strict=True):
             parcel.write_into(buffer[end : end + size])
             end += size
-        incoming = [_parcel_nbytes(*pair) for pair in zip(self._arrivals(share), frame_sizes.tolist())]
+        incoming = [_parcel_nbytes(*pair) for pair in zip(self._arrivals(share), frame_sizes.tolist(), strict=True)]
         received = self.transport.all_to_all(buffer, outgoing, incoming, f"{self.name}: payload")
         return np.split(received, np.cumsum(incoming)[:-1])
 
@@ -203,7 +205,9 @@ class Router(Stage[Window]):
     ) -> tuple[tuple[SampleKey, ...], tuple[Any, ...]]:
         """Kept and arrived samples in packing order."""
         assert window.samples is not None
-        by_place = {(key.position, key.part): (key, sample) for key, sample in zip(window.keys, window.samples)}
+        by_place = {
+            (key.position, key.part): (key, sample) for key, sample in zip(window.keys, window.samples, strict=True)
+        }
         for place, count in enumerate(self._arrivals(share)):
             if count:
                 piece = received[place]
@@ -211,9 +215,13 @@ class Router(Stage[Window]):
                 start = _padded(24 * count)
                 samples = self.codec.decode(piece[start : start + int(frame_sizes[place])])
                 if len(samples) != count:
-                    raise ValueError(f"{len(samples)} samples arrived from data rank {place} where {count} were planned")
-                by_place.update({(key[0], key[2]): (SampleKey(*key), sample) for key, sample in zip(keys, samples)})
-        planned = [by_place[place] for place in zip(share.positions.tolist(), share.parts.tolist())]
+                    raise ValueError(
+                        f"{len(samples)} samples arrived from data rank {place} where {count} were planned"
+                    )
+                by_place.update(
+                    {(key[0], key[2]): (SampleKey(*key), sample) for key, sample in zip(keys, samples, strict=True)}
+                )
+        planned = [by_place[place] for place in zip(share.positions.tolist(), share.parts.tolist(), strict=True)]
         return tuple(key for key, _ in planned), tuple(sample for _, sample in planned)
 
     def _reported(

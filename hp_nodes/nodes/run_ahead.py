@@ -1,7 +1,7 @@
 """A background thread that builds units ahead of a consumer, and stops at an agreed place.
 
-How far the thread may run is a pure function of what was consumed: to unit ``consumed + depth``. An orderly stop lets it
-run exactly there, so ranks whose consumers took equally many units stop at the same unit, none of them alone in an
+How far the thread may run is a pure function of what was consumed: to unit ``consumed + depth``. An orderly stop lets
+it run exactly there, so ranks whose consumers took equally many units stop at the same unit, none of them alone in an
 exchange. An error or the end takes its place in the order of units; after it the thread is gone and every later
 ``take`` raises it again.
 
@@ -85,10 +85,12 @@ class RunAhead(Generic[T]):
         if self._core.running():
             self._core.leave(_LEAVE_S)
         if self._core.running():
-            raise RuntimeError(f"the thread of {self._name} is stuck in a node below it and did not stop within {within_s} s")
+            raise RuntimeError(
+                f"the thread of {self._name} is stuck in a node below it and did not stop within {within_s} s"
+            )
 
     def run_on(self, within_s: float) -> None:
-        """Let the thread, started if need be, run until its producer ends or fails; after ``within_s`` make it leave."""
+        """Let the thread, started if need be, run until its producer ends; after ``within_s`` make it leave."""
         with self._clock.waiting():
             self._core.run_on(self._name)
             self._core.join(within_s)
@@ -118,7 +120,7 @@ class _Core(Generic[T]):
             self.condition.notify_all()
             while not self.units and self.end is None:
                 self.condition.wait(_POLL_S)
-                if not self.thread.is_alive() and not self.units and self.end is None:
+                if self.thread is None or (not self.thread.is_alive() and not self.units and self.end is None):
                     self.end = RuntimeError(f"the thread of {name} ended without a result")
             if self.units:
                 return self.units.popleft()

@@ -103,8 +103,7 @@ class SampleReader(Stage[Window]):
             self._workers = ReadWorkers(self.dataset, self._take, self.num_workers, self.seed, self._options)
         if self._end is not None and not self._taken:
             raise self._end
-        window = self._taken[0][0] if self._taken else None
-        with failing_at(self.name, epoch=window and window.epoch, step=window and window.step):
+        with failing_at(self.name):
             read = self._workers.window()
         if read is None:
             assert self._end is not None
@@ -161,7 +160,7 @@ def _keys_to_read(window: Window) -> tuple[SampleKey, ...]:
         return window.keys
     assert share.indices is not None, "planned before they are read, samples are known by index"
     columns = share.positions.tolist(), share.indices.tolist(), share.parts.tolist()
-    return tuple(SampleKey(*key) for key in zip(*columns))
+    return tuple(SampleKey(*key) for key in zip(*columns, strict=True))
 
 
 def _raised_again(failure: ReadError) -> Exception:

@@ -16,7 +16,7 @@ from torchdata.nodes import BaseNode
 from hp_nodes.errors import failing_at
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.randomness import occurrence
-from hp_nodes.types import Window
+from hp_nodes.types import SampleKey, Window
 
 __all__ = ["Splitter"]
 
@@ -48,8 +48,10 @@ class Splitter(Stage[Window]):
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             if records is None or reference is None:
                 raise ValueError("the window has no samples; a SampleReader below the Splitter fills them")
-            keys, samples, bins = [], [], []
-            for key, record, home in zip(window.keys, records, reference.tolist()):
+            keys: list[SampleKey] = []
+            samples: list[Any] = []
+            bins: list[int] = []
+            for key, record, home in zip(window.keys, records, reference.tolist(), strict=True):
                 place.at(key)
                 with occurrence(self.seed, window.epoch, key.position):
                     parts = list(self.split_fn(record))

@@ -38,7 +38,7 @@ class Stage(BaseNode[T]):
     requires_entry = False
 
     def __init__(self, source: BaseNode[Any] | None, *, name: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         if source is not None and not isinstance(source, BaseNode):
             raise ValueError(f"{type(self).__name__}: the source is {source!r}; accepted: a torchdata BaseNode")
         taken = set(node_names(source).values()) if source is not None else set()
@@ -78,7 +78,7 @@ class Stage(BaseNode[T]):
         self.restore_own(own)
 
     def source_state(self) -> dict[str, Any]:
-        """Entries of everything below, as of the item given last. A node that buffers returns what it paired with it."""
+        """Entries of all nodes below, as of the item given last. A node that buffers returns what it paired."""
         return read_state(self.source) if self.source is not None else {}
 
     def get_state(self) -> dict[str, Any]:
@@ -153,9 +153,9 @@ class Edge:
         expected = self._expected()
         if expected is not None and place != expected:
             raise RuntimeError(
-                f"{self._between()} gave epoch {place[0]}, step {place[1]}, round {place[2]} where epoch {expected[0]}, "
-                f"step {expected[1]}, round {expected[2]} follows: a node may change samples, but it must pass on every "
-                f"{type(item).__name__} once, in order"
+                f"{self._between()} gave epoch {place[0]}, step {place[1]}, round {place[2]} where "
+                f"epoch {expected[0]}, step {expected[1]}, round {expected[2]} follows: a node may change samples, but "
+                f"it must pass on every {type(item).__name__} once, in order"
             )
         self._last = item
 
@@ -163,11 +163,13 @@ class Edge:
         if self._last is not None:
             if not self._last.ends_epoch:
                 raise RuntimeError(
-                    f"{self._between()} ended after epoch {self._last.epoch}, step {self._last.step}, before the epoch's "
-                    f"last {type(self._last).__name__}"
+                    f"{self._between()} ended after epoch {self._last.epoch}, step {self._last.step}, before "
+                    f"the epoch's last {type(self._last).__name__}"
                 )
         elif (first := self._first_below()) is not None:
-            raise RuntimeError(f"{self._between()} ended and passed on nothing, though epoch {first[0]} has more to give")
+            raise RuntimeError(
+                f"{self._between()} ended and passed on nothing, though epoch {first[0]} has more to give"
+            )
 
     def _culprit(self, error: BaseException) -> str:
         """The name of the node in whose code ``error`` was raised: the innermost one on its traceback."""
@@ -204,4 +206,6 @@ class Edge:
 
     def _between(self) -> str:
         found, stage = self._foreign()
-        return f"node {' or '.join(found)} (between {stage.name if stage is not None else 'the source'} and {self.reader})"
+        return (
+            f"node {' or '.join(found)} (between {stage.name if stage is not None else 'the source'} and {self.reader})"
+        )

@@ -1,7 +1,7 @@
 """Checkpoint: lets the graph's state move only at optimizer-step boundaries.
 
-Takes micro-batches, gives the same ones. Its state is the one its source had right after the last micro-batch of a step;
-between boundaries it stays there, so an unfinished step is replayed in full. Adds no entry of its own.
+Takes micro-batches, gives the same ones. Its state is the one its source had right after the last micro-batch of a
+step; between boundaries it stays there, so an unfinished step is replayed in full. Adds no entry of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sampler windowing: the first stage. Takes a batch sampler, gives a Window of keys for each window of rounds.
 
-Keeps the cursor (epoch and samples consumed), which is the state of the whole graph. Promises that a window never crosses
-a step or an epoch, that an epoch has floor(total_samples / global_batch_size) steps, and that each occurrence has a
-position of its own. The sampler's own cursor runs ahead of training; only this node's counts.
+Keeps the cursor (epoch and samples consumed), which is the state of the whole graph. Promises that a window never
+crosses a step or an epoch, that an epoch has floor(total_samples / global_batch_size) steps, and that each occurrence
+has a position of its own. The sampler's own cursor runs ahead of training; only this node's counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class WindowSampler(Stage[Window]):
     """Windows of up to ``window_size`` rounds, from a batch sampler.
 
     Args:
-        batch_sampler: see :class:`hp_nodes.samplers.BatchSampler`; its ``epoch`` and ``consumed_samples`` when the graph
+        batch_sampler: see :class:`hp_nodes.samplers.BatchSampler`; its ``epoch`` and ``consumed_samples`` when the
+        graph
             starts are where it starts.
         window_size: rounds planned together, at least 1.
 
@@ -78,7 +79,9 @@ class WindowSampler(Stage[Window]):
             self._epoch = int(entry[self.EPOCH_KEY])
             self._consumed = int(entry[self.CONSUMED_KEY])
             if not 0 <= self._consumed <= self._epoch_samples:
-                raise ValueError(f"{self.name}: the state has consumed {self._consumed} of {self._epoch_samples} samples")
+                raise ValueError(
+                    f"{self.name}: the state has consumed {self._consumed} of {self._epoch_samples} samples"
+                )
             # Restored at its end, an epoch has nothing left, and what is asked for next is the next epoch.
             self._next_epoch_first = self._finished
         elif not self._started:
@@ -104,8 +107,8 @@ class WindowSampler(Stage[Window]):
         with failing_at(self.name, epoch=self._epoch, step=step):
             if rest:
                 raise ValueError(
-                    f"{self._consumed} samples consumed end no round of {self._global_micro} samples; a state from within "
-                    "a step resumes only with the same micro-batch and number of ranks"
+                    f"{self._consumed} samples consumed end no round of {self._global_micro} samples; a state from "
+                    "within a step resumes only with the same micro-batch and number of ranks"
                 )
             rounds_left = (sampler.global_batch_size - within) // self._global_micro
             num_rounds = min(self.window_size, rounds_left)
@@ -148,10 +151,15 @@ class WindowSampler(Stage[Window]):
                 "yield every micro-batch that total_samples and global_batch_size promise"
             )
         if len(indices) != self._micro:
-            raise ValueError(f"the batch sampler yielded {len(indices)} indices, {indices!r}; accepted: exactly {self._micro}")
+            raise ValueError(
+                f"the batch sampler yielded {len(indices)} indices, {indices!r}; accepted: exactly {self._micro}"
+            )
         first = self._consumed + sampler.dp_rank * self._micro
         self._consumed += self._global_micro
-        if sampler.consumed_samples not in (self._consumed, self._consumed - self._global_micro):  # it may count on resuming
+        if sampler.consumed_samples not in (
+            self._consumed,
+            self._consumed - self._global_micro,
+        ):  # it may count on resuming
             raise ValueError(
                 f"the batch sampler's consumed_samples is {sampler.consumed_samples} after a yield; it must advance by "
                 f"global_micro_batch_size, to {self._consumed}"

@@ -1,7 +1,7 @@
 """A plan as bytes: what the planning rank sends, so that every rank has the same plan and the same report.
 
-The receiver holds the same gathered numbers, so only what it cannot count by itself travels: the bins, the costs of each
-rank and round (exact sums of the planner's quantised costs), and a few values.
+The receiver holds the same gathered numbers, so only what it cannot count by itself travels: the bins, the costs of
+each rank and round (exact sums of the planner's quantised costs), and a few values.
 """
 
 from __future__ import annotations
@@ -89,4 +89,7 @@ def _tokens(problem: PackingProblem, bins: NDArray[np.int32]) -> tuple[NDArray[n
 
 def _counts(problem: PackingProblem, bins: NDArray[np.int32]) -> NDArray[np.int64]:
     shape = (problem.data_parallel_size, problem.num_rounds, problem.local_batch_size)
-    return np.bincount(bins, minlength=problem.num_bins).astype(np.int64).reshape(shape).sum(axis=2)
+    counts: NDArray[np.int64] = (
+        np.bincount(bins, minlength=problem.num_bins).astype(np.int64).reshape(shape).sum(axis=2)
+    )
+    return counts

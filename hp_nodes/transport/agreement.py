@@ -19,7 +19,7 @@ def gather_texts(transport: Transport, text: bytes, where: str) -> list[bytes]:
     padded = np.zeros(int(lengths.max()), dtype=np.uint8)
     padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     texts = transport.all_gather(padded, f"{where}: texts")
-    return [row[:size].tobytes() for row, size in zip(texts, lengths)]
+    return [row[:size].tobytes() for row, size in zip(texts, lengths, strict=True)]
 
 
 def raise_common(transport: Transport, error: DataPlaneError | None, where: str) -> NoReturn:

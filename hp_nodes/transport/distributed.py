@@ -23,6 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, PrefixStore
+from torch.distributed import ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 
 from hp_nodes.errors import DataPlaneError
@@ -51,7 +53,9 @@ class GlooTransport:
 
     def __init__(self, global_ranks: tuple[int, ...], global_rank: int, timeout_s: float) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised; call init_process_group before building the loader")
+            raise RuntimeError(
+                "torch.distributed is not initialised; call init_process_group before building the loader"
+            )
         self.rank = global_ranks.index(global_rank)
         self.size = len(global_ranks)
         self.global_ranks = global_ranks
@@ -62,16 +66,16 @@ class GlooTransport:
         self._pending: Any = None
         self._store = _rendezvous(global_ranks, self.rank, timeout_s)
         limit = datetime.timedelta(seconds=timeout_s)
-        self._group: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, limit)
+        self._group: Any = ProcessGroupGloo(self._store, self.rank, self.size, limit)
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
         out = torch.empty((self.size, len(local)), dtype=torch.uint8)
-        options = _patient(c10d.AllgatherOptions())
+        options = _patient(AllgatherOptions())
         self._wait(where, lambda: self._group.allgather([list(out.unbind(0))], [_tensor(local)], options))
         return out.numpy()
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
-        options = _patient(c10d.BroadcastOptions())
+        options = _patient(BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
         self._wait(where, lambda: self._group.broadcast([_tensor(buffer)], options))
@@ -79,7 +83,7 @@ class GlooTransport:
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
         out = torch.empty(int(sum(receive_sizes)), dtype=torch.uint8)
         incoming, outgoing = [int(size) for size in receive_sizes], [int(size) for size in send_sizes]
-        options = _patient(c10d.AllToAllOptions())
+        options = _patient(AllToAllOptions())
         self._wait(where, lambda: self._group.alltoall_base(out, _tensor(send), incoming, outgoing, options))
         return out.numpy()
 
@@ -121,7 +125,9 @@ class GlooTransport:
             raise _agreed(f"{where}: interrupted, because this rank's loader was closed")
         if self.clock.waited() - start > self.timeout_s:
             missing = self._roll_call()
-            raise _agreed(f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0] if missing else None)
+            raise _agreed(
+                f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0] if missing else None
+            )
 
     def _roll_call(self) -> list[int]:
         """Who does not wait in this exchange. Ranks whose limit passes at about the same time find each other here."""
@@ -134,12 +140,16 @@ class GlooTransport:
 def _rendezvous(global_ranks: tuple[int, ...], place: int, timeout_s: float) -> Any:
     """A store that only this group uses, whatever earlier attempts of the same ranks left behind.
 
-    The first member collects a token of each other member and answers with a name. A member that gives up takes its token
-    back, so a later attempt does not meet it.
+    The first member collects a token of each other member and answers with a name. A member that gives up takes its
+    token back, so a later attempt does not meet it.
     """
     store = c10d._get_default_store()
     limit = datetime.timedelta(seconds=timeout_s)
-    members = "-".join(map(str, global_ranks)) if len(global_ranks) <= 16 else uuid.uuid5(uuid.NAMESPACE_OID, str(global_ranks)).hex
+    members = (
+        "-".join(map(str, global_ranks))
+        if len(global_ranks) <= 16
+        else uuid.uuid5(uuid.NAMESPACE_OID, str(global_ranks)).hex
+    )
     with _made_lock:
         number = _made.get(members, 0)
     base = f"hp_nodes/{members}/{number}/"
@@ -154,10 +164,12 @@ def _rendezvous(global_ranks: tuple[int, ...], place: int, timeout_s: float) -> 
         name = store.get(f"{base}0").decode()
     except RuntimeError as error:
         store.delete_key(mine)
-        raise RuntimeError(f"not all of ranks {global_ranks} came to make their group within {timeout_s} s: {error}") from error
+        raise RuntimeError(
+            f"not all of ranks {global_ranks} came to make their group within {timeout_s} s: {error}"
+        ) from error
     with _made_lock:
         _made[members] = number + 1
-    return dist.PrefixStore(f"hp_nodes/{name}", store)
+    return PrefixStore(f"hp_nodes/{name}", store)
 
 
 def _patient(options: Any) -> Any:

@@ -59,7 +59,9 @@ class VirtualWorld:
 class InProcessTransport:
     """One virtual rank's place in a group."""
 
-    def __init__(self, world: VirtualWorld, global_ranks: tuple[int, ...], rank: int, scope: str, timeout_s: float) -> None:
+    def __init__(
+        self, world: VirtualWorld, global_ranks: tuple[int, ...], rank: int, scope: str, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.size = len(global_ranks)
         self.global_ranks = global_ranks
@@ -113,7 +115,9 @@ class InProcessTransport:
             self._leave(turn)
         different = {self.global_ranks[place]: name for place, (name, _) in arrived.items() if name != where}
         if different:
-            raise self._error(f"ranks are in different exchanges: rank {self.global_ranks[self.rank]} in {where}, {different}")
+            raise self._error(
+                f"ranks are in different exchanges: rank {self.global_ranks[self.rank]} in {where}, {different}"
+            )
         return [arrived[place][1] for place in range(self.size)]
 
     def _leave(self, turn: int) -> None:
@@ -182,7 +186,7 @@ class VirtualMesh:
         return self.mesh_dim_names.index(mesh_dim)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh_dim_names, self.shape))
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh_dim_names, self.shape, strict=True))
         return f"VirtualMesh({sizes}, rank={self._rank})"
 
 
@@ -218,7 +222,9 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
             failures.append(error)
             world.depart(rank, f"failed: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.size)]
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.size)
+    ]
     for thread in threads:
         thread.start()
     try:

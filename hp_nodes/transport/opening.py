@@ -19,13 +19,18 @@ from hp_nodes.transport.protocol import Transport
 
 __all__ = ["Opening", "Status", "check_statuses", "open_window", "row_dtype"]
 
+
 def row_dtype(before_reading: bool, budgets: int) -> np.dtype[np.void]:
     """One row a sample: 24 bytes, and 8 more for each packing budget.
 
-    After reading, the index travels with the sample itself. Before reading it is needed here, and the reference need not
-    be told: a rank's samples are whole records in the order of its bins.
+    After reading, the index travels with the sample itself. Before reading it is needed here, and the reference need
+    not be told: a rank's samples are whole records in the order of its bins.
     """
-    place = [("index", "<i8"), ("tokens", "<i4")] if before_reading else [("tokens", "<i4"), ("reference", "<i4"), ("part", "<i4")]
+    place = (
+        [("index", "<i8"), ("tokens", "<i4")]
+        if before_reading
+        else [("tokens", "<i4"), ("reference", "<i4"), ("part", "<i4")]
+    )
     return np.dtype([("cost", "<f8"), *place, ("offset", "<i4"), *((f"budget_{k}", "<f8") for k in range(budgets))])
 
 
@@ -70,7 +75,8 @@ def open_window(
         dtype: of the rows, from :func:`row_dtype`; the same on all ranks.
 
     Returns:
-        The rows of every rank, int64[size] of their first positions, and the next capacity; None when all are at their end.
+        The rows of every rank, int64[size] of their first positions, and the next capacity; None when all are at their
+        end.
 
     Raises:
         DataPlaneError: a rank failed, closed, ended early or is somewhere else; the same on every rank.
@@ -123,11 +129,17 @@ def check_statuses(transport: Transport, statuses: NDArray[np.int64], error: Dat
     ranks = np.asarray(transport.global_ranks)
     if (statuses == Status.CLOSED).any():
         closed = ranks[statuses == Status.CLOSED].tolist()
-        raise _agreed(f"rank {closed[0]} closed its loader because of an error of its own (closed: ranks {closed})", closed[0], node)
+        raise _agreed(
+            f"rank {closed[0]} closed its loader because of an error of its own (closed: ranks {closed})",
+            closed[0],
+            node,
+        )
     ended = statuses == Status.END
     if ended.any() and not ended.all():
         early, others = ranks[ended].tolist(), ranks[~ended].tolist()
-        raise _agreed(f"ranks {early} have no more data while ranks {others} have; all must have equally many", early[0], node)
+        raise _agreed(
+            f"ranks {early} have no more data while ranks {others} have; all must have equally many", early[0], node
+        )
 
 
 def _check_places(transport: Transport, records: NDArray[np.int64], node: str) -> None:
@@ -135,7 +147,8 @@ def _check_places(transport: Transport, records: NDArray[np.int64], node: str) -
     if different.any():
         rank = int(np.flatnonzero(different)[0])
         ours, theirs = (
-            ", ".join(f"{name} {value}" for name, value in zip(_FIELDS[1:6], records[place, 1:6])) for place in (0, rank)
+            ", ".join(f"{name} {value}" for name, value in zip(_FIELDS[1:6], records[place, 1:6], strict=True))
+            for place in (0, rank)
         )
         ranks = transport.global_ranks
         raise _agreed(f"rank {ranks[0]} is at {ours}; rank {ranks[rank]} is at {theirs}", ranks[rank], node)

@@ -69,8 +69,9 @@ class ConsumerClock:
 class Transport(Protocol):
     """A group of ranks that exchange bytes.
 
-    ``rank`` and ``size`` are this rank's place in the group and the group's size; ``global_ranks[i]`` is the global rank
-    of place i. ``where`` says what an exchange is for; it is part of error messages and must be equal on all ranks.
+    ``rank`` and ``size`` are this rank's place in the group and the group's size; ``global_ranks[i]`` is the global
+    rank of place i. ``where`` says what an exchange is for; it is part of error messages and must be equal on all
+    ranks.
     """
 
     rank: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from hp_nodes.transport.protocol import Bytes, ConsumerClock
 
 __all__ = ["SingleRankTransport"]
@@ -15,21 +17,21 @@ class SingleRankTransport:
     def __init__(self, global_rank: int = 0, timeout_s: float = 300.0) -> None:
         self.rank = 0
         self.size = 1
-        self.global_ranks = (global_rank,)
+        self.global_ranks: tuple[int, ...] = (global_rank,)
         self.timeout_s = timeout_s
         self.clock = ConsumerClock()
         self.exchanges = 0
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
         self.exchanges += 1
-        return local[None].copy()
+        return np.array(local[None])
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
         self.exchanges += 1
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
         self.exchanges += 1
-        return send.copy()
+        return np.array(send)
 
     def interrupt(self) -> None:
         """Nothing ever runs that could be interrupted."""

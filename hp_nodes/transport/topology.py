@@ -81,7 +81,9 @@ class DataTopology:
         global_rank = int(mesh.get_rank())
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise ValueError(f"rank {global_rank} is not part of the mesh, which holds ranks {sorted(ranks.ravel().tolist())}")
+            raise ValueError(
+                f"rank {global_rank} is not part of the mesh, which holds ranks {sorted(ranks.ravel().tolist())}"
+            )
         other_axes = tuple(axis for axis in range(ranks.ndim) if axis not in data_axes)
         by_coordinate = ranks.transpose(data_axes + other_axes)
         by_coordinate = by_coordinate.reshape(int(np.prod(by_coordinate.shape[: len(data_axes)])), -1)

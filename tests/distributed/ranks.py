@@ -1,7 +1,7 @@
 """Real ranks for tests: processes with a Gloo default group, kept for a whole test module.
 
-``pool.run(fn, *arguments)`` calls a module-level function on every rank and returns the results in rank order. A rank that
-raises, dies or does not answer in time fails the test within seconds, and the pool is made anew for the next one.
+``pool.run(fn, *arguments)`` calls a module-level function on every rank and returns the results in rank order. A rank
+that raises, dies or does not answer in time fails the test within seconds, and the pool is made anew for the next one.
 """
 
 from __future__ import annotations

@@ -155,4 +155,4 @@ def _many_groups() -> int:
 def test_groups_are_given_back(two_ranks: RankPool) -> None:
     first = two_ranks.run(_many_groups)
     second = two_ranks.run(_many_groups)
-    assert all(after <= before + 2 for before, after in zip(first, second))
+    assert all(after <= before + 2 for before, after in zip(first, second, strict=True))

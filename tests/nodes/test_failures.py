@@ -1,4 +1,4 @@
-"""A failure anywhere on one rank is the same error on every rank at the same micro-batch, and nothing is left running."""
+"""A failure anywhere on one rank is the same error on every rank at the same micro-batch; nothing is left running."""
 
 from __future__ import annotations
 
@@ -114,7 +114,11 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "cost model": ({"metadata_fn": huge, "cost_model": cost}, "MetadataDeriver", "no such cost"),
     "plan": ({"metadata_fn": huge}, "Planner", "1000"),
     "plan on every rank": ({"metadata_fn": huge, "broadcast_plan": False}, "Planner", "1000"),
-    "encode": ({"split_fn": objects_in_step_1, "metadata_fn": lambda part: SampleMetadata(len(part))}, "Router", "Unencodable"),
+    "encode": (
+        {"split_fn": objects_in_step_1, "metadata_fn": lambda part: SampleMetadata(len(part))},
+        "Router",
+        "Unencodable",
+    ),
     "pack": ({"pack_fn": failing(tuple)}, "Packer", "cannot digest"),
     "collate": ({"collate_fn": failing(tuple)}, "Collator", "cannot digest"),
     "user node below the plan": ({"insert": {"SampleReader": Raising}}, "Raising", "user node"),
@@ -134,7 +138,7 @@ def iterate(scene: Scene, mesh: Any) -> tuple[int, str, DataPlaneError]:
     """Micro-batches delivered, and the error that came instead of the next."""
     loader = scene.loader(mesh)
     count = 0
-    with pytest.raises(DataPlaneError) as caught:
+    with pytest.raises(DataPlaneError) as caught:  # noqa: PT012  the place where it comes is what matters
         for _ in loader:
             count += 1
     with pytest.raises(DataPlaneError) as second:
@@ -152,7 +156,7 @@ def test_one_error_everywhere(name: str, depth: int) -> None:
     before = time.monotonic()
     results = run_ranks({"dp": 2, "tp": 2}, lambda mesh: iterate(scene, mesh))
     assert time.monotonic() - before < 8
-    counts, texts, errors = zip(*results)
+    counts, texts, errors = zip(*results, strict=True)
     assert len(set(counts)) == 1
     assert counts[0] in range(4, 12)  # after the first step, before the third
     assert all(shown == texts[0] for shown in texts)

@@ -30,7 +30,7 @@ def positions_of(scene: Scene, mesh: Any) -> list[Any]:
 
 
 def resume_everywhere(scene: Scene, shape: dict[str, int], other: Scene | None = None) -> None:
-    delivered, states = zip(*run_ranks(shape, lambda mesh: positions_of(scene, mesh)))
+    delivered, states = zip(*run_ranks(shape, lambda mesh: positions_of(scene, mesh)), strict=True)
     resumed_scene = other or scene
 
     def check(mesh: Any) -> None:
@@ -71,7 +71,7 @@ def test_resume_with_loads_carried_over_windows(objective: str) -> None:
 
 def test_resume_with_other_prefetch_window_and_workers() -> None:
     scene = Scene(window=2, depth=2, device_depth=2, split=False)
-    delivered, states = zip(*run_ranks({"dp": 2}, lambda mesh: positions_of(scene, mesh)))
+    delivered, states = zip(*run_ranks({"dp": 2}, lambda mesh: positions_of(scene, mesh)), strict=True)
     other = Scene(window=4, depth=0, device_depth=1, workers=1, split=False)
 
     def check(mesh: Any) -> list[Any]:
@@ -81,7 +81,7 @@ def test_resume_with_other_prefetch_window_and_workers() -> None:
 
     found = run_ranks({"dp": 2}, check)
     for step in (1, 2):
-        assert samples_of(found, step) == samples_of([d for d in delivered], step, epoch=0)
+        assert samples_of(found, step) == samples_of(list(delivered), step, epoch=0)
 
 
 def samples_of(per_rank: Any, step: int, epoch: int = 0) -> list[int]:
@@ -99,7 +99,7 @@ def samples_of(per_rank: Any, step: int, epoch: int = 0) -> list[int]:
 def test_resume_with_model_peers_has_one_state_everywhere() -> None:
     scene = Scene(window=2)
     results = run_ranks({"dp": 2, "tp": 2}, lambda mesh: positions_of(scene, mesh))
-    for step_states in zip(*(states for _, states in results)):
+    for step_states in zip(*(states for _, states in results), strict=True):
         texts = [json.loads(state["hp_nodes"])["nodes"] for state in step_states]
         assert all(text == texts[0] for text in texts)
         assert all(len(state["hp_nodes"]) < 4096 for state in step_states)
@@ -148,7 +148,7 @@ class DropShort(BaseNode[Window]):
     def next(self) -> Window:
         window = next(self.source)
         keep, seen = [], set()
-        for place, (sample, number) in enumerate(zip(window.samples, window.bins.tolist())):
+        for place, (sample, number) in enumerate(zip(window.samples, window.bins.tolist(), strict=True)):
             if number in seen and len(sample) < 9 and (self.dropped + place) % 3:
                 self.dropped += 1
             else:

@@ -63,7 +63,10 @@ def test_received_bytes_are_the_receivers_own() -> None:
 def test_scopes() -> None:
     def run(mesh: Any) -> tuple[Any, ...]:
         topology = DataTopology.from_mesh(mesh)
-        groups = [create_transport(topology, "all").global_ranks, create_transport(topology, "model_parallel").global_ranks]
+        groups = [
+            create_transport(topology, "all").global_ranks,
+            create_transport(topology, "model_parallel").global_ranks,
+        ]
         if topology.is_constructor:
             groups.append(create_transport(topology).global_ranks)
         else:
@@ -194,7 +197,9 @@ def test_topology_by_names() -> None:
     assert found[0][1] == (0, 2, 1, 3)
 
 
-@pytest.mark.parametrize(("shape", "names", "match"), [({"tp": 2}, None, "include none"), ({"dp": 2}, ("cp",), "has no")])
+@pytest.mark.parametrize(
+    ("shape", "names", "match"), [({"tp": 2}, None, "include none"), ({"dp": 2}, ("cp",), "has no")]
+)
 def test_meshes_without_data_parallelism(shape: dict[str, int], names: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         run_ranks(shape, lambda mesh: DataTopology.from_mesh(mesh, names))
