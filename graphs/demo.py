@@ -27,12 +27,14 @@ from graphs.tokenizer import train_tokenizer
 __all__ = ["main"]
 
 RANKS = 2
-STEPS = 12
-CHECKPOINT_EVERY = 5
-KILLED_BEHIND = 7
+STEPS = 10
+CHECKPOINT_EVERY = 4
+KILLED_BEHIND = 6
 BLOCKS = 4
-BLOCK_STEPS = 3
+BLOCK_STEPS = 2
 DIRECTORY = Path("runs/demo")
+RECORDS = Path("runs/demo.records")
+"""Stays from one demo to the next: the text is packed again only when it changed."""
 # Tokens of three bytes or so bring most files of the standard library below one row, so rows hold several documents.
 VOCABULARY = 1024
 SIZES = {"global-batch-size": 16, "hidden": 32, "layers": 1, "heads": 1, "warm-up": 4, "eval-records": 0}
@@ -43,7 +45,7 @@ Event = dict[str, Any]
 def launch(name: str, output: Any = None, **options: Any) -> subprocess.Popen[bytes]:
     """Start the training program on all ranks; its log is ``NAME.jsonl``."""
     given = {
-        "records": DIRECTORY / "text.records",
+        "records": RECORDS,
         "tokenizer": DIRECTORY / "tokenizer.json",
         "log-file": DIRECTORY / f"{name}.jsonl",
         **SIZES,
@@ -68,8 +70,8 @@ def events(name: str, kind: str) -> list[Event]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def train_and_kill(name: str, **options: Any) -> None:
-    """Train until step KILLED_BEHIND is done, and end every rank at once in the middle of the next."""
+def train_and_kill(name: str, **options: Any) -> int:
+    """Train until step KILLED_BEHIND is done, end all ranks at once in the middle of the next, and say which it was."""
     with open(DIRECTORY / f"{name}.txt", "wb") as output:
         process = launch(name, output, **options)
         try:
@@ -83,6 +85,7 @@ def train_and_kill(name: str, **options: Any) -> None:
         finally:
             process.terminate()
             process.wait()
+    return len(events(name, "step")) + 1
 
 
 def losses(name: str) -> dict[int, float]:
@@ -103,10 +106,11 @@ def prepare() -> None:
     train_tokenizer(find_text_files(standard_library())[::4], DIRECTORY / "tokenizer.json", VOCABULARY)
 
 
-def table(resumed_behind: int) -> str:
+def table(killed_in: int) -> str:
     """What all runs showed."""
     trained, comparison = events("uninterrupted", "step"), events("comparison", "comparison")[-1]
     one, other = losses("uninterrupted"), losses("resumed")
+    resumed_behind = events("resumed", "resumed")[-1]["step"]
     tokens, padding = (sum(step[what] for step in trained) for what in ("tokens", "padding"))
     evenness = [sum(step["imbalance"][i] for step in trained) / len(trained) for i in range(3)]
     same = sum(one[step] == other.get(step) for step in one)
@@ -116,7 +120,7 @@ def table(resumed_behind: int) -> str:
         ("trained", f"{len(trained)} steps, {tokens:,} tokens, {padded}, {RANKS} ranks"),
         ("slowest rank / even share", "{:.3f} as sampled, {:.3f} balanced (bound {:.3f})".format(*evenness)),
         ("loss", f"{one[1]:.4f} at the start, {one[len(one)]:.4f} at the end"),
-        ("killed and resumed", f"killed in step {KILLED_BEHIND + 1}, resumed behind step {resumed_behind}"),
+        ("killed and resumed", f"killed in step {killed_in}, resumed behind step {resumed_behind}"),
         ("losses of both runs", f"{same} of {len(one)} identical to the last bit"),
         ("", f"{'as sampled':>12}{'balanced':>12}"),
         ("step, predicted", seconds.format(*comparison["predicted_seconds"], comparison["predicted_speedup"])),
@@ -174,14 +178,13 @@ def main() -> None:
     print("== train without interruption", flush=True)
     finish(launch("uninterrupted", checkpoint=DIRECTORY / "uninterrupted", **training))
     print(f"== train again, SIGKILL in step {KILLED_BEHIND + 1}", flush=True)
-    train_and_kill("resumed", checkpoint=DIRECTORY / "resumed", **training)
+    killed_in = train_and_kill("resumed", checkpoint=DIRECTORY / "resumed", **training)
     print("== resume", flush=True)
     finish(launch("resumed", checkpoint=DIRECTORY / "resumed", resume=True, **training))
-    resumed_behind = events("resumed", "resumed")[-1]["step"]
     print("== the same steps with and without balancing", flush=True)
     finish(launch("comparison", compare=BLOCKS, **{"block-steps": BLOCK_STEPS}))
     draw(DIRECTORY / "demo.png")
-    print(f"\n{table(resumed_behind)}\n\n{DIRECTORY / 'demo.png'} shows it. {time.monotonic() - started:.0f} s in all.")
+    print(f"\n{table(killed_in)}\n\n{DIRECTORY / 'demo.png'} shows it. {time.monotonic() - started:.0f} s in all.")
     if losses("resumed") != losses("uninterrupted"):
         raise SystemExit("the resumed run's losses differ from the uninterrupted run's")
 
