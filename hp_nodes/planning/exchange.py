@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
 
-__all__ = ["NEVER", "Effort", "ExchangeSets", "forbid", "improve", "moved"]
+__all__ = ["NEVER", "Effort", "ExchangeSets", "disturb", "forbid", "improve", "moved"]
 
 NEVER = np.iinfo(np.int64).max // 4
 IDLE = 3
 """Sweeps without an exchange before the search ends; partners differ from sweep to sweep."""
 MOST_PARTNERS = 64
+FEW_UNITS = 64
 CHUNK = 1 << 20
 """Exchanges weighed at once; bounds the memory."""
 
@@ -61,6 +62,27 @@ def improve(packing: Packing, target: float, effort: Effort) -> None:
             return
 
 
+def disturb(packing: Packing, random: np.random.RandomState) -> bool:
+    """Swaps two or three random pairs of samples between units, whatever it costs; False when none may be swapped."""
+    one, other = random.randint(0, len(packing.bins), (2, 48))
+    source, target = packing.bins[one], packing.bins[other]
+    shift = packing.tokens[one] - packing.tokens[other]
+    fits = (source // packing.instance.slots != target // packing.instance.slots) & (shift <= packing.room(target))
+    fits &= -shift <= packing.room(source)
+    if packing.taken.shape[1]:
+        need = packing.needs[one] - packing.needs[other]
+        fits &= (packing.taken[target] + need <= packing.instance.limits).all(axis=1)
+        fits &= (packing.taken[source] - need <= packing.instance.limits).all(axis=1)
+    touched: set[int] = set()
+    for pair in np.flatnonzero(fits):
+        bins = {int(source[pair]), int(target[pair])}
+        if touched.isdisjoint(bins) and len(touched) < 6:
+            touched |= bins
+            at = slice(pair, pair + 1)
+            packing.swap(one[at, None], source[at], other[at, None], target[at])
+    return bool(touched)
+
+
 @dataclass(frozen=True, slots=True)
 class _Slack:
     """``excess`` int64[units]: load minus the round's level, at most 0; ``order``: units by it, highest first."""
@@ -84,10 +106,13 @@ def _pairs(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The upper half gives, [m]; the lower half takes, [m, partners]: the most slack to the highest, and others.
 
-    Only ``above`` units need to give; there are about ``most`` pairs.
+    Few units are paired all with all. Only ``above`` units need to give; there are about ``most`` pairs.
     """
     half = len(order) // 2
-    giving, pool = order[: min(half, max(above, 1))], order[half:][::-1]
+    if len(order) <= FEW_UNITS:
+        giving, pool = order[: min(len(order) - 1, max(above, 1))], order[::-1]
+    else:
+        giving, pool = order[: min(half, max(above, 1))], order[half:][::-1]
     partners = min(max(most // len(giving), 1), MOST_PARTNERS)
     stride = max(len(pool) // partners, 1)
     turn = sweep * max(len(pool) // 7, 1)
@@ -122,14 +147,29 @@ def _sweep(
     good = np.flatnonzero(value < 0)
     if not len(good):
         return 0
-    # One exchange for each taker: the best one.
-    taker = taking[good, partner[good]]
-    ranked = good[np.lexsort((good, value[good], taker))]
-    taker = taking[ranked, partner[ranked]]
-    chosen = ranked[np.concatenate([[True], taker[1:] != taker[:-1]])]
+    chosen = _disjoint(good[np.lexsort((good, value[good]))], giving, taking, partner)
     source, target = giving_bins[chosen, partner[chosen] % giving_bins.shape[1]], taking_bins[chosen, partner[chosen]]
     packing.swap(give[chosen], source, take[chosen], target)
     return len(chosen)
+
+
+def _disjoint(
+    rows: NDArray[np.intp], giving: NDArray[np.intp], taking: NDArray[np.intp], partner: NDArray[np.intp]
+) -> NDArray[np.intp]:
+    """Rows, best first, without those that share a unit with a better one."""
+    taker = taking[rows, partner[rows]]
+    _, first = np.unique(taker, return_index=True)
+    rows = rows[np.sort(first)]
+    if len(rows) > FEW_UNITS:
+        return rows  # halves are disjoint, so only takers repeat
+    busy: set[int] = set()
+    chosen = []
+    for row in rows.tolist():
+        pair = {int(giving[row]), int(taking[row, partner[row]])}
+        if busy.isdisjoint(pair):
+            busy |= pair
+            chosen.append(row)
+    return np.array(chosen, np.intp)
 
 
 class ExchangeSets:
@@ -185,7 +225,8 @@ def _best(
     """
     instance = packing.instance
     gives, takes = sets.of(giving), sets.of(taking)
-    high, low = excess[giving // instance.slots], excess[taking // instance.slots]
+    high = np.broadcast_to(excess[giving // instance.slots], taking.shape)
+    low = excess[taking // instance.slots]
     gap = (high - low)[:, :, None, None]
     costs = moved(sets, packing.costs, gives, takes)
     if instance.padding is None:
@@ -197,6 +238,7 @@ def _best(
         taker = _padding_change(instance, packing.room(taking)[:, :, None, None], -tokens) + costs
         value = 2 * np.maximum(giver, taker - gap)
     forbid(packing, sets, value, gives, takes, giving, taking)
+    value[high <= low] = NEVER
     rows = np.arange(len(taking))
     flat = value.reshape(len(taking), -1)
     best = flat.argmin(axis=1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hp_nodes.planning.bounds import Bound
 from hp_nodes.planning.instance import Instance
 
-__all__ = ["Levels", "first_floor", "level_out", "next_floor"]
+__all__ = ["Levels", "first_floor", "highest_floor", "level_out", "next_floor"]
 
 HALVINGS = 40
 ALIKE = 1e-3
@@ -38,6 +38,11 @@ def first_floor(instance: Instance, bound: Bound, together: float = 1.0) -> NDAr
     ahead = (np.arange(instance.rounds) * instance.ranks * together).astype(np.int64)
     guess = np.where(ahead < len(largest), largest[np.minimum(ahead, len(largest) - 1)], 0)
     return np.maximum(bound.floor, guess)
+
+
+def highest_floor(instance: Instance, bound: Bound, part: float) -> NDArray[np.float64]:
+    """The other extreme: ``part`` of what the first rounds could carry, which leaves little to the last."""
+    return np.maximum(bound.floor, part * np.diff(bound.reach, prepend=0.0) / instance.ranks)
 
 
 def next_floor(instance: Instance, bound: Bound, bins: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -16,20 +16,31 @@ from hp_nodes.planning.packing import Packing
 
 __all__ = ["repair"]
 
-ATTEMPTS = 24
-DONORS = 12
-"""Bins that may give their room to one sample."""
+ATTEMPTS = 60
+IDLE = 8
+"""Attempts without gain before it is given up; donors differ from one to the next."""
+AT_ONCE = 512
+"""Roomy bins in one attempt; bounds its time and memory."""
+HOPELESS = 0.98
+"""Samples that would take more than this part of all free room are not worth trying: rooms would have to match exactly."""
+DONORS = 8
+"""Bins that each roomy bin looks at in one attempt."""
 
 
 def repair(instance: Instance, bins: NDArray[np.int32], nowhere: NDArray[np.intp]) -> bool:
     """Places the samples of ``nowhere`` (their bin is -1), changing ``bins`` in place. False when some remain."""
     packing = Packing(instance, bins)
-    for _ in range(ATTEMPTS):
+    free = int(packing.room(np.flatnonzero(packing.used <= instance.capacity)).sum())
+    if int(packing.tokens[nowhere].sum()) > HOPELESS * free:
+        return False
+    idle = 0
+    for attempt in range(ATTEMPTS):
         nowhere = _place_roomiest(packing, nowhere)
         if not len(nowhere):
             return True
-        if not _gather(packing, len(nowhere)):
-            return False
+        idle = 0 if _gather(packing, len(nowhere), attempt) else idle + 1
+        if idle > IDLE:
+            break
     return False
 
 
@@ -49,25 +60,28 @@ def _place_roomiest(packing: Packing, nowhere: NDArray[np.intp]) -> NDArray[np.i
     return nowhere
 
 
-def _gather(packing: Packing, wanted: int) -> int:
+def _gather(packing: Packing, wanted: int, attempt: int) -> int:
     """One round of the tournament; returns how many bins gained room."""
     packing.index()
     order = np.argsort(packing.used, kind="stable")
     order = order[packing.room(order) >= 0]
-    order = order[: max(2, wanted * DONORS)]
-    half = min(wanted, len(order) // 2) if len(order) > 2 * wanted else len(order) // 2
+    half = min(wanted, len(order) // 2, AT_ONCE)
     if not half:
         return 0
-    roomy, donors = order[:half, None], order[half : 2 * half, None]
+    roomy, rest = order[:half, None], order[half:]
+    donors = min(DONORS, len(rest) // half)
+    place = np.arange(half)[:, None] + half * np.arange(donors)[None, :] + attempt * donors * half
+    giving = rest[place % len(rest)]
     sets = ExchangeSets(packing, thorough=True)
-    gives, takes = sets.of(roomy), sets.of(donors)
+    gives, takes = sets.of(roomy), sets.of(giving)
     value = -moved(sets, packing.tokens, gives, takes)
-    forbid(packing, sets, value, gives, takes, roomy, donors)
+    forbid(packing, sets, value, gives, takes, roomy, giving)
     flat = value.reshape(half, -1)
     best = flat.argmin(axis=1)
     row = np.flatnonzero(flat[np.arange(half), best] < 0)
-    give, take = np.divmod(best[row], sets.num)
+    donor, chosen = np.divmod(best[row], sets.num * sets.num)
+    give, take = np.divmod(chosen, sets.num)
     given = np.take_along_axis(gives[row, 0], sets.member[give], axis=1)
-    taken = np.take_along_axis(takes[row, 0], sets.member[take], axis=1)
-    packing.swap(given, roomy[row, 0], taken, donors[row, 0])
+    taken = np.take_along_axis(takes[row, donor], sets.member[take], axis=1)
+    packing.swap(given, roomy[row, 0], taken, giving[row, donor])
     return len(row)

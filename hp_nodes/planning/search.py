@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 from hp_nodes.planning.arrange import arrange_ranks, arrange_rounds, keep_identical, sort_rounds_of_ranks
 from hp_nodes.planning.bounds import Bound
 from hp_nodes.planning.construct import construct
-from hp_nodes.planning.exchange import Effort, improve
+from hp_nodes.planning.exchange import Effort, disturb, improve
 from hp_nodes.planning.fit import best_fit_decreasing
 from hp_nodes.planning.instance import Instance
-from hp_nodes.planning.levels import Levels, first_floor, level_out, next_floor
+from hp_nodes.planning.levels import Levels, first_floor, highest_floor, level_out, next_floor
 from hp_nodes.planning.objectives import evaluate
 from hp_nodes.planning.packing import Packing
 from hp_nodes.planning.repair import repair
@@ -30,11 +31,15 @@ CLOSE = 1e-4
 """A plan this close to the bound, relatively, is not improved further."""
 SMALL = 64
 """Windows of up to this many bins are searched in all ways."""
-TOGETHER = (1.0, 1.2, 1.35, 1.5, 1.75)
+TOGETHER = (1.2, 1.5, 1.75)
 """How many of the largest samples share a micro-batch, in the guesses that small windows start from."""
-_WIDTH = {True: 3, False: 1}
+KICKS = 8
+KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
+HEIGHTS = (1.0, 0.9)
+"""Parts of what a round could carry at most, in further guesses."""
+_WIDTH = {True: 2, False: 1}
 """Candidates that are improved."""
-MANY = 0.03
+MANY = 0.15
 """With more than this part of the samples left over, repair is not tried."""
 
 
@@ -63,7 +68,27 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
         improved.append(_Candidate(_value(instance, packing.bins, objective), packing.bins))
         if improved[-1].value <= target:
             break
-    return min(improved, key=lambda candidate: candidate.value).bins
+    best = min(improved, key=lambda candidate: candidate.value)
+    if _small(instance):
+        best = _kicked(instance, best, target, objective)
+    return best.bins
+
+
+def _kicked(instance: Instance, best: _Candidate, target: float, objective: str) -> _Candidate:
+    """Iterated local search (Lourenço, Martin and Stützle 2003): disturb the best plan a little, improve, keep if no worse."""
+    # The legacy generator: its stream is the same in every version of numpy.
+    random = np.random.RandomState(0)
+    for _ in range(KICKS):
+        if best.value <= target:
+            break
+        packing = Packing(instance, best.bins.copy())
+        if not disturb(packing, random):
+            break
+        improve(packing, target, KICKED)
+        value = _value(instance, packing.bins, objective)
+        if value <= best.value:
+            best = _Candidate(value, packing.bins)
+    return best
 
 
 def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDArray[np.int32]:
@@ -76,11 +101,10 @@ def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDA
 
 def _built(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
     """Packings built to different levels: guessed ones, and those learnt from the packing before."""
-    small = _small(instance)
     found: list[_Candidate] = []
     tried: list[Levels] = []
-    for together in TOGETHER[: len(TOGETHER) if small and instance.rounds > 1 else 1]:
-        floor = first_floor(instance, bound, together)
+    for guess in _floors(instance, bound):
+        floor = guess
         for _ in range(2):
             levels = level_out(instance, bound, floor)
             if any(levels.alike(other) for other in tried):
@@ -94,6 +118,15 @@ def _built(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]
                 return found
             floor = next_floor(instance, bound, bins)
     return found
+
+
+def _floors(instance: Instance, bound: Bound) -> Iterator[NDArray[np.float64]]:
+    yield first_floor(instance, bound)
+    if _small(instance) and instance.rounds > 1:
+        for together in TOGETHER:
+            yield first_floor(instance, bound, together)
+        for part in HEIGHTS:
+            yield highest_floor(instance, bound, part)
 
 
 def _exchanged(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
@@ -141,7 +174,7 @@ def _small(instance: Instance) -> bool:
 def _effort(instance: Instance) -> Effort:
     """Small windows are searched harder: there the bound is far, and the time is short anyway."""
     if _small(instance):
-        return Effort(sweeps=30, exchanges=30_000, thorough=24)
+        return Effort(sweeps=20, exchanges=30_000, thorough=16)
     if instance.rounds == 1:
         return Effort(sweeps=30, exchanges=40_000, thorough=20)
     if instance.units <= 1024:
