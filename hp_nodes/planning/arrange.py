@@ -73,8 +73,12 @@ def keep_identical(instance: Instance, bins: NDArray[np.int32]) -> NDArray[np.in
     per_rank = instance.rounds * instance.slots
     origin = kind * instance.ranks + instance.reference[samples] // per_rank
     goal = kind * instance.ranks + bins[samples] // per_rank
-    by_origin = np.lexsort((-instance.sizes[samples], origin))
-    by_goal = np.lexsort((bins[samples], goal))
+    sizes = instance.sizes[samples]
+    if (np.diff(sizes)[np.diff(kind) == 0] == 0).all():
+        by_origin = np.argsort(origin, kind="stable")
+    else:
+        by_origin = np.lexsort((-sizes, origin))
+    by_goal = np.argsort(goal, kind="stable")
     origin, goals = origin[by_origin], goal[by_goal]
     turn = np.arange(len(origin)) - np.searchsorted(origin, origin, side="left")
     first = np.searchsorted(goals, origin, side="left")

@@ -112,23 +112,28 @@ def _floor(instance: Instance) -> NDArray[np.float64]:
 
 
 def _reach(instance: Instance, work: int) -> NDArray[np.float64]:
-    tokens, costs, capacity = instance.tokens, instance.costs, instance.capacity
+    capacity, order = instance.capacity, instance.by_tokens
+    tokens, costs = instance.tokens[order], instance.costs[order]
     bins = np.arange(1, instance.rounds + 1) * (instance.ranks * instance.slots)
-    if not len(tokens) or (tokens > capacity).any():
+    if not len(tokens) or tokens[-1] > capacity:
         return np.full(instance.rounds, float(work))
     density = costs / tokens
-    by_tokens = instance.by_tokens
-    best_density = np.maximum.accumulate(density[by_tokens])
-    dense_first = by_tokens[::-1]
-    if (np.diff(density[dense_first]) > 0).any():
-        dense_first = np.argsort(-density, kind="stable")
+    best_density = np.maximum.accumulate(density)
+    dense_first = slice(None, None, -1) if (density == best_density).all() else np.argsort(-density, kind="stable")
     filled = np.concatenate([[0], np.cumsum(tokens[dense_first])])
     carried = np.concatenate([[0], np.cumsum(costs[dense_first])])
     knapsack = np.interp(bins * capacity, filled, carried)
-    company = np.searchsorted(tokens[by_tokens], np.minimum(tokens, capacity - tokens), side="right") - 1
+    company = np.searchsorted(tokens, np.minimum(tokens, capacity - tokens), side="right") - 1
     value = costs + np.where(company >= 0, (capacity - tokens) * best_density[np.maximum(company, 0)], 0.0)
-    longest = np.cumsum(-np.sort(-value)[: bins[-1]])
+    longest = np.cumsum(largest_first(value, int(bins[-1])))
     return np.minimum(knapsack, longest[np.minimum(bins, len(longest)) - 1])
+
+
+def largest_first(values: NDArray[np.float64] | NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """The ``count`` largest values in descending order, or all there are."""
+    if count < len(values):
+        values = -np.partition(-values, count - 1)[:count]
+    return np.asarray(-np.sort(-values), np.float64)
 
 
 def _water_filling(instance: Instance, work: int, floor: NDArray[np.float64], reach: NDArray[np.float64]) -> float:

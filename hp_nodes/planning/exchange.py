@@ -35,11 +35,15 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to search: about ``exchanges`` are weighed in each of ``sweeps``; the last ``thorough`` look at more sets."""
+    """How hard to search: about ``exchanges`` are weighed in each of ``sweeps``; the last ``thorough`` look at more sets.
+
+    It ends early when two sweeps together close less than ``worthwhile`` of the gap to the target.
+    """
 
     sweeps: int
     exchanges: int
     thorough: int = 0
+    worthwhile: float = 0.0
 
 
 def improve(packing: Packing, target: float, effort: Effort) -> None:
@@ -48,9 +52,13 @@ def improve(packing: Packing, target: float, effort: Effort) -> None:
     if instance.units < 2:
         return
     idle = 0
+    sums: list[int] = []
     for sweep in range(effort.sweeps):
         slack = _slack(packing)
+        sums.append(slack.level_sum)
         if slack.level_sum <= target:
+            return
+        if sweep >= 2 and sums[-3] - sums[-1] < effort.worthwhile * (sums[-3] - target):
             return
         packing.index()
         sets = ExchangeSets(packing, thorough=sweep >= effort.sweeps - effort.thorough)

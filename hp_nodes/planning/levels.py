@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_nodes.planning.bounds import Bound
+from hp_nodes.planning.bounds import Bound, largest_first
 from hp_nodes.planning.instance import Instance
 
 __all__ = ["Levels", "first_floor", "highest_floor", "level_out", "next_floor"]
@@ -34,8 +34,8 @@ class Levels:
 
 def first_floor(instance: Instance, bound: Bound, together: float = 1.0) -> NDArray[np.float64]:
     """A guess at each round's slowest micro-batch: ``together`` of the largest samples share one. At least the bound's."""
-    largest = -np.sort(-instance.costs)
     ahead = (np.arange(instance.rounds) * instance.ranks * together).astype(np.int64)
+    largest = largest_first(instance.costs, int(ahead[-1]) + 1)
     guess = np.where(ahead < len(largest), largest[np.minimum(ahead, len(largest) - 1)], 0)
     return np.maximum(bound.floor, guess)
 

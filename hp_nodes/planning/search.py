@@ -31,10 +31,15 @@ CLOSE = 1e-4
 """A plan this close to the bound, relatively, is not improved further."""
 SMALL = 64
 """Windows of up to this many bins are searched in all ways."""
-TOGETHER = (1.2, 1.5, 1.75)
-"""How many of the largest samples share a micro-batch, in the guesses that small windows start from."""
+TOGETHER = (1.2, 1.5)
+"""How many of the largest samples share a micro-batch, in the guesses that come after the first."""
 KICKS = 8
 KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
+LEARNT = 3
+"""Times that levels are learnt anew from a packing."""
+MOST_TRIED = 10
+FAR = 0.008
+"""In large windows, a packing this close to the bound is not built again to other levels."""
 HEIGHTS = (1.0, 0.9)
 """Parts of what a round could carry at most, in further guesses."""
 _WIDTH = {True: 2, False: 1}
@@ -101,28 +106,30 @@ def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDA
 
 def _built(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
     """Packings built to different levels: guessed ones, and those learnt from the packing before."""
+    enough = bound.value * (1 + (CLOSE if _small(instance) else FAR))
     found: list[_Candidate] = []
     tried: list[Levels] = []
-    for guess in _floors(instance, bound):
+    for guess in _guesses(instance, bound):
         floor = guess
-        for _ in range(2):
+        for _ in range(LEARNT):
             levels = level_out(instance, bound, floor)
-            if any(levels.alike(other) for other in tried):
+            if len(tried) == MOST_TRIED or any(levels.alike(other) for other in tried):
                 break
             tried.append(levels)
             bins, nowhere = construct(instance, levels)
             if len(nowhere) > MANY * len(bins) + 8 or (len(nowhere) and not repair(instance, bins, nowhere)):
                 break
             found.append(_Candidate(_value(instance, bins, objective), bins))
-            if found[-1].value <= bound.value * (1 + CLOSE):
+            if found[-1].value <= enough:
                 return found
             floor = next_floor(instance, bound, bins)
     return found
 
 
-def _floors(instance: Instance, bound: Bound) -> Iterator[NDArray[np.float64]]:
+def _guesses(instance: Instance, bound: Bound) -> Iterator[NDArray[np.float64]]:
+    """Floors of the rounds to start from."""
     yield first_floor(instance, bound)
-    if _small(instance) and instance.rounds > 1:
+    if instance.rounds > 1:
         for together in TOGETHER:
             yield first_floor(instance, bound, together)
         for part in HEIGHTS:
@@ -177,6 +184,4 @@ def _effort(instance: Instance) -> Effort:
         return Effort(sweeps=20, exchanges=30_000, thorough=16)
     if instance.rounds == 1:
         return Effort(sweeps=30, exchanges=40_000, thorough=20)
-    if instance.units <= 1024:
-        return Effort(sweeps=8, exchanges=40_000)
-    return Effort(sweeps=5, exchanges=40_000)
+    return Effort(sweeps=10, exchanges=40_000, worthwhile=0.04)
