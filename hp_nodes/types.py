@@ -29,6 +29,7 @@ __all__ = [
     "PlanReport",
     "SampleKey",
     "SampleMetadata",
+    "TensorFieldSpec",
     "Window",
     "WorkloadCost",
 ]
@@ -162,6 +163,8 @@ class BalanceReport:
     bytes_received: int = 0
     skipped: int = 0
     dropped: int = 0
+    plan_digest: int | None = None
+    """Of the bins of the window planned last: equal on all ranks that carry out the same plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +263,34 @@ class MicroBatch:
     num_tokens: int | None = None
     num_label_tokens: int | None = None
     report: BalanceReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFieldSpec:
+    """What one tensor of a micro-batch looks like, so that neither its name nor its layout has to be sent.
+
+    Args:
+        shape: its sizes, outermost first; None is a size that may change from one micro-batch to the next.
+        dtype: a ``torch.dtype``.
+        device: ``"cpu"``: it stays on the host; None: it is where the micro-batch is.
+
+    Raises:
+        ValueError: a size is neither None nor an int >= 0, or ``device`` is something else.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, (tuple, list)) or not all(_is_size(size) for size in self.shape):
+            raise ValueError(
+                f"shape is {self.shape!r}; accepted: a tuple of ints >= 0, None for a size that may change"
+            )
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.device not in (None, "cpu"):
+            raise ValueError(f"device is {self.device!r}; accepted: None (where the micro-batch is) or 'cpu'")
+
+
+def _is_size(size: Any) -> bool:
+    return size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0)

@@ -1,8 +1,10 @@
 """Host prefetch: builds whole windows ahead, and releases one only when every rank has built it.
 
 Takes micro-batches, gives the same ones. Communicates: the closing status of each window, after every round is read,
-packed and collated. So an error in any node on one rank, user nodes included, is one error on every rank at the same
-micro-batch. Pairs each buffered micro-batch with the state its source had right after it; adds no entry of its own.
+packed and collated, and a digest of the plan that was carried out. So an error in any node on one rank, user nodes
+included, is one error on every rank at the same micro-batch, and so are different plans where nothing was exchanged
+that would have shown it. Pairs each buffered micro-batch with the state its source had right after it; adds no entry of
+its own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging
@@ -58,7 +61,7 @@ class HostPrefetcher(Stage[MicroBatch]):
         self._ahead: RunAhead[Unit] | None = None
         self._end: BaseException | None = None
         assert self.edge is not None
-        self._pull = _WindowPull(self.edge, self.name, transport)
+        self._pull = _WindowPull(self.edge, self.name, transport, _planned_with(source, transport))
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         self._stop()
@@ -127,7 +130,8 @@ def announce(graph: BaseNode[Any], what: DataPlaneError | Status | None) -> None
 class _WindowPull:
     """Pulls one window's micro-batches and closes it with the other ranks. Knows the source, not the prefetcher."""
 
-    def __init__(self, edge: Edge, name: str, transport: Transport) -> None:
+    def __init__(self, edge: Edge, name: str, transport: Transport, planned_with: int) -> None:
+        self._planned_with = planned_with
         self._edge = edge
         self._name = name
         self._transport = transport
@@ -157,9 +161,39 @@ class _WindowPull:
         return failed
 
     def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> None:
+        report = unit[-1][0].report if unit and status is Status.WINDOW else None
+        digest = None if report is None else report.plan_digest
+        planned_with = -1 if digest is None else self._planned_with
+        mine = np.array([status, planned_with, digest or 0], dtype=np.int64)
         located = exchanging(self._name, unit[0][0].epoch, unit[0][0].step) if unit else exchanging(self._name)
         with located:
-            told = self._transport.all_gather(
-                np.array([status], dtype=np.int64).view(np.uint8), f"{self._name}: closing"
+            told = self._transport.all_gather(mine.view(np.uint8), f"{self._name}: closing").view(np.int64)
+            check_statuses(self._transport, told[:, 0], error, self._name)
+            self._check_plans(told[:, 1:])
+
+    def _check_plans(self, told: NDArray[np.int64]) -> None:
+        """Of each rank, who planned with it and the digest; a rank whose graph has lost its reports says nothing."""
+        first = {int(group): place for place, (group, _) in reversed(list(enumerate(told.tolist()))) if group >= 0}
+        digests = told[:, 1].tolist()
+        different = [
+            (place, first[group])
+            for place, group in enumerate(told[:, 0].tolist())
+            if group >= 0 and digests[place] != digests[first[group]]
+        ]
+        if different:
+            ranks = self._transport.global_ranks
+            place, other = different[0]
+            apart = DataPlaneError(
+                f"ranks {[ranks[place] for place, _ in different]} have another plan than rank {ranks[other]}",
+                rank=ranks[place],
+                node=self._name,
             )
-            check_statuses(self._transport, told.view(np.int64)[:, 0], error, self._name)
+            apart.agreed = True
+            raise apart
+
+
+def _planned_with(source: BaseNode[Any], transport: Transport) -> int:
+    """The first rank of the group that plans together, which may be a part of the ranks that close together."""
+    planners = [node for node in all_nodes(source) if isinstance(node, Planner)]
+    group = planners[-1].transport if planners else transport
+    return group.global_ranks[0]

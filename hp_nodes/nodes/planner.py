@@ -8,6 +8,7 @@ where the objective counts them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -41,6 +42,7 @@ class Planner(Stage[Window]):
         packing_budgets: name → limit of each bin; every sample states each name in ``packing_costs``.
         padding_cost: float64[seq_len + 1], what 0, 1, ... tokens of padding cost; None: nothing.
         broadcast_plan: True: the first rank plans for all; False: each computes the same plan.
+        keep_reference: True: there is nothing to plan; samples are checked and stay where the sampler put them.
 
     Raises:
         DataPlaneError: (on ``next``) something below failed on any rank, or a window cannot be planned.
@@ -65,6 +67,7 @@ class Planner(Stage[Window]):
         packing_budgets: Mapping[str, float] | None = None,
         padding_cost: ArrayLike | None = None,
         broadcast_plan: bool = True,
+        keep_reference: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(source, name=name)
@@ -73,11 +76,12 @@ class Planner(Stage[Window]):
         self.local_batch_size = local_batch_size
         self.objective = objective
         self.min_balance_gain = min_balance_gain
-        self.algorithm = algorithm
+        self.algorithm = _AsSampled() if keep_reference else algorithm
         self.allow_oversized = allow_oversized
         self.packing_budgets = dict(packing_budgets or {})
         self.padding_cost = None if padding_cost is None else np.asarray(padding_cost, dtype=np.float64)
-        self.broadcast_plan = broadcast_plan
+        self.broadcast_plan = broadcast_plan and not keep_reference
+        self.keep_reference = keep_reference
         self.announcement: DataPlaneError | Status | None = None
         """Set from another thread: what the next opening brings in place of a window: "closed", or an error."""
         self._capacity = 1
@@ -115,7 +119,7 @@ class Planner(Stage[Window]):
         plan = self._agreed_plan(problem, error, window)
         self._carry(window, plan)
         share = self._assignment(window, np.concatenate(rows), firsts, counts, plan, before_reading)
-        report = BalanceReport(plan=plan.report, dropped=window.dropped)
+        report = BalanceReport(plan=plan.report, dropped=window.dropped, plan_digest=_digest(plan))
         return self.give(replace(window, plan=plan, assignment=share, report=report))
 
     def _exchanging(self, window: Window | None) -> exchanging:
@@ -242,7 +246,11 @@ class Planner(Stage[Window]):
 
     def _plan(self, problem: PackingProblem, window: Window) -> PackingPlan | DataPlaneError:
         try:
-            return plan_packing(problem, self.objective, self.min_balance_gain, self.algorithm)
+            plan = plan_packing(problem, self.objective, self.min_balance_gain, self.algorithm)
+            if self.keep_reference:  # no plan is better, so what it costs is the bound
+                report = replace(plan.report, objective=self.objective, lower_bound=plan.report.after)
+                plan = replace(plan, report=report)
+            return plan
         except Exception as error:
             failed = DataPlaneError.of(error, rank=None, node=self.name, epoch=window.epoch, step=window.step)
             failed.__cause__ = error
@@ -306,3 +314,19 @@ class Planner(Stage[Window]):
             targets=owners[start : start + int(counts[me])].astype(np.int32),
             moves=bool((owners != origins).any()),
         )
+
+
+class _AsSampled:
+    """In the planner's place where nothing can be gained: every sample stays where it is."""
+
+    def assign(self, problem: PackingProblem) -> NDArray[np.int32]:
+        assert problem.reference is not None
+        return problem.reference
+
+    def objective(self, loads: NDArray[np.float64]) -> float:
+        return float(loads.max(axis=0).sum())
+
+
+def _digest(plan: PackingPlan) -> int:
+    """int64 of the bins: ranks that carry out different plans have different ones."""
+    return int.from_bytes(hashlib.blake2b(plan.bins.tobytes(), digest_size=8).digest(), "little", signed=True)
