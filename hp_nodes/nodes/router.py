@@ -8,56 +8,24 @@ peer, when the plan moves anything. Only samples that change rank are encoded.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.transport import Transport
-from hp_nodes.transport.codec import Codec, Frame
+from hp_nodes.transport.codec import Codec
 from hp_nodes.transport.opening import Status, check_statuses
+from hp_nodes.transport.payload import MAX_EXCHANGE_BYTES, Parcel, Payload, UnsendableSampleError, pack_parcels
 from hp_nodes.types import Assignment, BalanceReport, SampleKey, Window
 
 __all__ = ["Router"]
 
 
-_ALIGNMENT = 64
-_RECORD = 3  # status, digest of the plan, bytes of the frame
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What goes to one peer: the keys of some samples, then their frame; each starts on a multiple of 64 bytes."""
-
-    keys: NDArray[np.int64]
-    frame: Frame | None
-
-    @property
-    def frame_nbytes(self) -> int:
-        return 0 if self.frame is None else self.frame.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return _parcel_nbytes(len(self.keys), self.frame_nbytes)
-
-    def write_into(self, buffer: NDArray[np.uint8]) -> None:
-        if self.frame is None:
-            return
-        start = _padded(self.keys.nbytes)
-        buffer[: self.keys.nbytes] = self.keys.view(np.uint8).reshape(-1)
-        self.frame.write_into(buffer[start : start + self.frame.nbytes])
-
-
-def _parcel_nbytes(samples: int, frame_nbytes: int) -> int:
-    return _padded(24 * samples) + _padded(frame_nbytes) if samples else 0
+_RECORD = 4  # status, digest of the plan, bytes of the frame for you, bytes of my largest frame
 
 
 class Router(Stage[Window]):
@@ -67,6 +35,7 @@ class Router(Stage[Window]):
         source: gives windows with ``samples`` and ``assignment``.
         transport: of the data-parallel group.
         allow_pickle: let samples travel that the codec does not know.
+        max_exchange_bytes: a larger exchange goes in pieces.
 
     Raises:
         DataPlaneError: (on ``next``) a sample cannot be encoded, ranks have different plans, or something below failed.
@@ -75,16 +44,25 @@ class Router(Stage[Window]):
     communicates = True
 
     def __init__(
-        self, source: BaseNode[Window], transport: Transport, *, allow_pickle: bool = False, name: str | None = None
+        self,
+        source: BaseNode[Window],
+        transport: Transport,
+        *,
+        allow_pickle: bool = False,
+        max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
+        name: str | None = None,
     ) -> None:
         super().__init__(source, name=name)
+        if isinstance(max_exchange_bytes, bool) or not isinstance(max_exchange_bytes, int) or max_exchange_bytes < 1:
+            raise ValueError(f"max_exchange_bytes is {max_exchange_bytes!r}; accepted: an int >= 1")
         self.transport = transport
         self.codec = Codec(allow_pickle=allow_pickle)
+        self.payload = Payload(transport, self.codec, max_exchange_bytes)
         self._checked = False
 
     def next(self) -> Window:
         window: Window | None = None
-        parcels: list[_Parcel] = []
+        parcels: list[Parcel] = []
         error: DataPlaneError | None = None
         status = Status.WINDOW
         try:
@@ -98,15 +76,18 @@ class Router(Stage[Window]):
             status, error = Status.ERROR, self._failure(failure, window)
         located = exchanging(self.name) if window is None else exchanging(self.name, window.epoch, window.step)
         with located:
-            frame_sizes = self._agree(status, error, window, parcels)
+            frame_sizes, largest = self._agree(status, error, window, parcels)
         if window is None:
             raise StopIteration
         assert window.assignment is not None and window.samples is not None
         share = window.assignment
-        with located:
-            received = self._exchange(parcels, share, frame_sizes) if share.moves else []
-        with failing_at(self.name, epoch=window.epoch, step=window.step):
-            keys, samples = self._assembled(window, share, received, frame_sizes)
+        with located, failing_at(self.name, epoch=window.epoch, step=window.step):
+            arrived = (
+                self.payload.carry(parcels, self._arrivals(share), frame_sizes, largest, self.name)
+                if share.moves
+                else []
+            )
+            keys, samples = _in_packing_order(window, share, arrived)
         return self.give(
             replace(
                 window,
@@ -128,7 +109,7 @@ class Router(Stage[Window]):
         failed.__cause__ = error
         return failed
 
-    def _parcels(self, window: Window) -> list[_Parcel]:
+    def _parcels(self, window: Window) -> list[Parcel]:
         """Encode what leaves this rank; check one sample of the first window, so that what cannot travel is found."""
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             if window.assignment is None or window.samples is None:
@@ -144,27 +125,32 @@ class Router(Stage[Window]):
                 self._checked = True
                 place.at(None)
             keys = np.array(window.keys, dtype=np.int64).reshape(-1, 3)
-            parcels = []
-            for peer in range(self.transport.size):
-                going = np.flatnonzero(targets == peer) if peer != self.transport.rank else np.empty(0, np.intp)
-                frame = self.codec.frame([samples[number] for number in going.tolist()]) if len(going) else None
-                parcels.append(_Parcel(keys[going], frame))
-        return parcels
+            me, size = self.transport.rank, self.transport.size
+            try:
+                return pack_parcels(keys, samples, targets, me, size, self.codec)
+            except UnsendableSampleError as error:
+                place.at(error.key)
+                raise
 
     def _agree(
         self,
         status: Status,
         error: DataPlaneError | None,
         window: Window | None,
-        parcels: list[_Parcel],
-    ) -> NDArray[np.int64]:
-        """Tell everybody this rank's status and plan, and each peer what it will get; returns each frame's bytes."""
+        parcels: list[Parcel],
+    ) -> tuple[list[int], int]:
+        """Tell everybody this rank's status and plan, and each peer what it will get.
+
+        Returns:
+            Bytes of the frame that comes from each rank, and of the largest frame between any two.
+        """
         records = np.zeros((self.transport.size, _RECORD), dtype=np.int64)
         records[:, 0] = status
         if window is not None and window.plan is not None:
             digest = hashlib.blake2b(window.plan.bins.tobytes(), digest_size=8).digest()
             records[:, 1] = int.from_bytes(digest, "little", signed=True)
         records[:, 2] = [parcel.frame_nbytes for parcel in parcels] or 0
+        records[:, 3] = records[:, 2].max()
         each = [8 * _RECORD] * self.transport.size
         told = self.transport.all_to_all(records.view(np.uint8).reshape(-1), each, each, f"{self.name}: sizes")
         told_records = told.view(np.int64).reshape(-1, _RECORD)
@@ -179,20 +165,7 @@ class Router(Stage[Window]):
             )
             apart.agreed = True
             raise apart
-        return told_records[:, 2]
-
-    def _exchange(
-        self, parcels: list[_Parcel], share: Assignment, frame_sizes: NDArray[np.int64]
-    ) -> list[NDArray[np.uint8]]:
-        outgoing = [parcel.nbytes for parcel in parcels]
-        buffer = np.zeros(sum(outgoing), dtype=np.uint8)
-        end = 0
-        for parcel, size in zip(parcels, outgoing, strict=True):
-            parcel.write_into(buffer[end : end + size])
-            end += size
-        incoming = [_parcel_nbytes(*pair) for pair in zip(self._arrivals(share), frame_sizes.tolist(), strict=True)]
-        received = self.transport.all_to_all(buffer, outgoing, incoming, f"{self.name}: payload")
-        return np.split(received, np.cumsum(incoming)[:-1])
+        return told_records[:, 2].tolist(), int(told_records[:, 3].max())
 
     def _arrivals(self, share: Assignment) -> list[int]:
         """How many samples come from each rank."""
@@ -200,32 +173,8 @@ class Router(Stage[Window]):
         counts[self.transport.rank] = 0
         return [int(count) for count in counts]
 
-    def _assembled(
-        self, window: Window, share: Assignment, received: list[NDArray[np.uint8]], frame_sizes: NDArray[np.int64]
-    ) -> tuple[tuple[SampleKey, ...], tuple[Any, ...]]:
-        """Kept and arrived samples in packing order."""
-        assert window.samples is not None
-        by_place = {
-            (key.position, key.part): (key, sample) for key, sample in zip(window.keys, window.samples, strict=True)
-        }
-        for place, count in enumerate(self._arrivals(share)):
-            if count:
-                piece = received[place]
-                keys = piece[: 24 * count].view(np.int64).reshape(-1, 3).tolist()
-                start = _padded(24 * count)
-                samples = self.codec.decode(piece[start : start + int(frame_sizes[place])])
-                if len(samples) != count:
-                    raise ValueError(
-                        f"{len(samples)} samples arrived from data rank {place} where {count} were planned"
-                    )
-                by_place.update(
-                    {(key[0], key[2]): (SampleKey(*key), sample) for key, sample in zip(keys, samples, strict=True)}
-                )
-        planned = [by_place[place] for place in zip(share.positions.tolist(), share.parts.tolist(), strict=True)]
-        return tuple(key for key, _ in planned), tuple(sample for _, sample in planned)
-
     def _reported(
-        self, window: Window, share: Assignment, parcels: list[_Parcel], frame_sizes: NDArray[np.int64]
+        self, window: Window, share: Assignment, parcels: list[Parcel], frame_sizes: list[int]
     ) -> BalanceReport | None:
         if window.report is None:
             return None
@@ -234,5 +183,16 @@ class Router(Stage[Window]):
             samples_sent=sum(len(parcel.keys) for parcel in parcels),
             samples_received=sum(self._arrivals(share)),
             bytes_sent=sum(parcel.frame_nbytes for parcel in parcels),
-            bytes_received=int(frame_sizes.sum()),
+            bytes_received=sum(frame_sizes),
         )
+
+
+def _in_packing_order(
+    window: Window, share: Assignment, arrived: list[tuple[SampleKey, Any]]
+) -> tuple[tuple[SampleKey, ...], tuple[Any, ...]]:
+    """Kept and arrived samples as the plan wants them."""
+    assert window.samples is not None
+    kept = zip(window.keys, window.samples, strict=True)
+    by_place = {(key.position, key.part): (key, sample) for key, sample in (*kept, *arrived)}
+    planned = [by_place[place] for place in zip(share.positions.tolist(), share.parts.tolist(), strict=True)]
+    return tuple(key for key, _ in planned), tuple(sample for _, sample in planned)
