@@ -9,6 +9,7 @@ is best for both sides at once, so few passes suffice), then pairs are exchanged
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ __all__ = ["arrange_ranks", "arrange_rounds", "keep_identical", "sort_rounds_of_
 
 EXACT_RANKS = 6
 EXCHANGE_RANKS = 128
-EXCHANGES = 16
+EXCHANGES = 512
+"""Divided by the ranks: how often pairs are exchanged."""
 PASSES = 64
 
 
@@ -60,37 +62,46 @@ def keep_identical(instance: Instance, bins: NDArray[np.int32]) -> NDArray[np.in
     """Among samples alike in tokens, cost and budgets, those stay that are on the right rank already, large ones first."""
     if instance.reference is None:
         return bins
-    columns = (instance.tokens, instance.costs, *instance.needs.T)
-    order = instance.by_tokens if len(columns) == 2 and _costs_follow(instance) else np.lexsort(columns[::-1])
-    changes = np.zeros(len(order) - 1, np.bool_)
-    for values in columns:
-        changes |= np.diff(values[order]) != 0
-    kind = np.concatenate([[0], np.cumsum(changes)])
-    alike = np.bincount(kind)[kind] > 1
-    samples, kind = order[alike], kind[alike]
+    samples, kind = _alike(instance)
     if not len(samples):
         return bins
     per_rank = instance.rounds * instance.slots
+    by_goal = np.argsort(kind * instance.ranks + bins[samples] // per_rank, kind="stable")
+    places = bins[samples[by_goal]]
+    goal = kind[by_goal] * instance.ranks + places // per_rank
+    del by_goal
     origin = kind * instance.ranks + instance.reference[samples] // per_rank
-    goal = kind * instance.ranks + bins[samples] // per_rank
     sizes = instance.sizes[samples]
     if (np.diff(sizes)[np.diff(kind) == 0] == 0).all():
         by_origin = np.argsort(origin, kind="stable")
     else:
         by_origin = np.lexsort((-sizes, origin))
-    by_goal = np.argsort(goal, kind="stable")
-    origin, goals = origin[by_origin], goal[by_goal]
-    turn = np.arange(len(origin)) - np.searchsorted(origin, origin, side="left")
-    first = np.searchsorted(goals, origin, side="left")
-    stays = turn < np.searchsorted(goals, origin, side="right") - first
-    places = bins[samples[by_goal]]
+    del kind, sizes
+    origin, samples = origin[by_origin], samples[by_origin]
+    del by_origin
+    first = np.searchsorted(goal, origin, side="left")
+    seat = first + np.arange(len(origin)) - np.searchsorted(origin, origin, side="left")
+    del first
+    stays = seat < np.searchsorted(goal, origin, side="right")
     free = np.ones(len(places), np.bool_)
-    free[first[stays] + turn[stays]] = False
+    free[seat[stays]] = False
     kept = bins.copy()
-    kept[samples[by_origin[stays]]] = places[first[stays] + turn[stays]]
+    kept[samples[stays]] = places[seat[stays]]
     # The rest of each kind takes what is left to that kind: both sides are still sorted by it.
-    kept[samples[by_origin[~stays]]] = places[free]
+    kept[samples[~stays]] = places[free]
     return kept
+
+
+def _alike(instance: Instance) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Samples that have a twin, sorted by kind, and the number of each one's kind."""
+    columns = (instance.tokens, instance.costs, *instance.needs.T)
+    order = instance.by_tokens if len(columns) == 2 and _costs_follow(instance) else np.lexsort(columns[::-1])
+    changes = np.ones(len(order) + 1, np.bool_)
+    changes[1:-1] = False
+    for values in columns:
+        changes[1:-1] |= np.diff(values[order]) != 0
+    twins = ~(changes[1:] & changes[:-1])
+    return order[twins], np.cumsum(changes[:-1], dtype=np.int64)[twins]
 
 
 def _costs_follow(instance: Instance) -> bool:
@@ -123,7 +134,7 @@ def _seats(
 
 def _held(
     instance: Instance, bins: NDArray[np.int32]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Bytes of each unit that each rank holds now: unit, rank, bytes; only where there are any."""
     assert instance.reference is not None
     pair = (bins // instance.slots).astype(np.int64) * instance.ranks
@@ -131,18 +142,20 @@ def _held(
     if instance.units * instance.ranks <= max(4 * len(pair), 4096):
         size = np.bincount(pair, weights=instance.sizes, minlength=instance.units * instance.ranks)
         found = np.flatnonzero(size)
-        size = size[found]
-    else:
-        found, inverse = np.unique(pair, return_inverse=True)
-        size = np.bincount(inverse, weights=instance.sizes)
-    return found // instance.ranks, found % instance.ranks, size
+        return found // instance.ranks, found % instance.ranks, size[found]
+    order = np.argsort(pair, kind="stable")
+    pair = pair[order]
+    starts = np.flatnonzero(np.diff(pair, prepend=-1))
+    size = np.add.reduceat(instance.sizes[order], starts)
+    unit, rank = np.divmod(pair[starts], instance.ranks)
+    return unit.astype(np.int32), rank.astype(np.int32), size
 
 
 def _seat_many(
     rank: NDArray[np.int64],
-    unit: NDArray[np.int64],
-    origin: NDArray[np.int64],
-    size: NDArray[np.float64],
+    unit: NDArray[Any],
+    origin: NDArray[Any],
+    size: NDArray[Any],
     group: NDArray[np.int64],
     ranks: NDArray[np.int64],
 ) -> None:
@@ -176,9 +189,9 @@ def _seat_rest(rank: NDArray[np.int64], group: NDArray[np.int64], seats: NDArray
 
 def _seat_few(
     rank: NDArray[np.int64],
-    unit: NDArray[np.int64],
-    origin: NDArray[np.int64],
-    size: NDArray[np.float64],
+    unit: NDArray[Any],
+    origin: NDArray[Any],
+    size: NDArray[Any],
     group: NDArray[np.int64],
     ranks: NDArray[np.int64],
 ) -> None:
@@ -206,15 +219,19 @@ def _exact(held: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _greedy(held: NDArray[np.float64]) -> NDArray[np.int64]:
+    """What is best for its row and its column at once is settled; repeat on the rest."""
     groups, width, _ = held.shape
     left = held.copy()
-    seat = np.empty((groups, width), np.int64)
-    group = np.arange(groups)
+    seat = np.full((groups, width), -1)
+    column = np.arange(width)[None, :]
     for _ in range(width):
-        row, column = np.divmod(left.reshape(groups, -1).argmax(axis=1), width)
-        seat[group, row] = column
+        best_column, best_row = left.argmax(axis=2), left.argmax(axis=1)
+        group, row = np.nonzero((np.take_along_axis(best_row, best_column, axis=1) == column) & (seat < 0))
+        seat[group, row] = best_column[group, row]
+        if (seat >= 0).all():
+            break
         left[group, row, :] = -1
-        left[group, :, column] = -1
+        left[group, :, best_column[group, row]] = -1
     return seat
 
 
@@ -222,7 +239,7 @@ def _exchanged(held: NDArray[np.float64], seat: NDArray[np.int64]) -> NDArray[np
     """Two rows swap columns while that keeps more bytes, the best swap of each group at a time."""
     groups, width = seat.shape
     group = np.arange(groups)
-    for _ in range(EXCHANGES):
+    for _ in range(EXCHANGES // width):
         # crossed[g, i, j]: what row i keeps in the column of row j.
         crossed = np.take_along_axis(held, np.broadcast_to(seat[:, None, :], held.shape), axis=2)
         own = np.einsum("gii->gi", crossed)

@@ -29,7 +29,7 @@ IDLE = 3
 """Sweeps without an exchange before the search ends; partners differ from sweep to sweep."""
 MOST_PARTNERS = 64
 FEW_UNITS = 64
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 """Exchanges weighed at once; bounds the memory."""
 
 

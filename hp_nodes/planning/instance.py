@@ -52,13 +52,13 @@ class Instance:
         initial = problem.initial_loads if carries_loads and problem.initial_loads is not None else None
         scale = _scale(problem, initial)
         needs, limits = _budgets(problem, order)
-        sizes = problem.tokens if problem.sizes is None else problem.sizes
         ranks = problem.data_parallel_size
+        tokens = _taken(problem.tokens, order)
         return cls(
             order=order,
-            tokens=_taken(problem.tokens, order),
+            tokens=tokens,
             costs=_units(_taken(problem.costs, order), scale),
-            sizes=_taken(sizes, order),
+            sizes=tokens if problem.sizes is None else _taken(problem.sizes, order),
             needs=needs,
             limits=limits,
             reference=None if problem.reference is None else _taken(problem.reference, order),

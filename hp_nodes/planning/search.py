@@ -38,6 +38,8 @@ KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
 LEARNT = 3
 """Times that levels are learnt anew from a packing."""
 MOST_TRIED = 10
+RENUMBERED = 4
+"""Ranks are numbered again after identical samples changed places, in windows of up to 1024 samples."""
 FAR = 0.008
 """In large windows, a packing this close to the bound is not built again to other levels."""
 HEIGHTS = (1.0, 0.9)
@@ -98,10 +100,13 @@ def _kicked(instance: Instance, best: _Candidate, target: float, objective: str)
 
 def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDArray[np.int32]:
     """``bins`` with ranks and rounds numbered so that fewest bytes move; ``instance`` has its rounds."""
-    if objective == "lockstep":
-        return keep_identical(instance, arrange_rounds(instance, bins))
-    bins = arrange_ranks(instance.in_one_round(), bins)
-    return keep_identical(instance, sort_rounds_of_ranks(instance, bins))
+    for _ in range(RENUMBERED if len(bins) <= 1024 else 1):
+        before = bins
+        bins = arrange_rounds(instance, bins) if objective == "lockstep" else arrange_ranks(instance.in_one_round(), bins)
+        bins = keep_identical(instance, bins)
+        if np.array_equal(bins, before):
+            break
+    return bins if objective == "lockstep" else sort_rounds_of_ranks(instance, bins)
 
 
 def _built(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
