@@ -5,6 +5,7 @@ from hp_nodes.loader import DistributedDataLoader
 from hp_nodes.nodes import (
     Collator,
     DevicePrefetcher,
+    ExternalStepReader,
     HostPrefetcher,
     MetadataDeriver,
     ModelParallelBroadcaster,
@@ -26,6 +27,7 @@ __all__ = [
     "DataPlaneError",
     "DevicePrefetcher",
     "DistributedDataLoader",
+    "ExternalStepReader",
     "HostPrefetcher",
     "MetadataDeriver",
     "MicroBatch",

@@ -2,6 +2,7 @@
 
 from hp_nodes.nodes.collator import Collator
 from hp_nodes.nodes.device_prefetcher import DevicePrefetcher
+from hp_nodes.nodes.external_step_reader import ExternalStepReader
 from hp_nodes.nodes.graph_check import check_graph, describe, peek
 from hp_nodes.nodes.host_prefetcher import HostPrefetcher
 from hp_nodes.nodes.metadata_deriver import MetadataDeriver
@@ -18,6 +19,7 @@ from hp_nodes.nodes.window_sampler import WindowSampler
 __all__ = [
     "Collator",
     "DevicePrefetcher",
+    "ExternalStepReader",
     "HostPrefetcher",
     "MetadataDeriver",
     "ModelParallelBroadcaster",

@@ -23,6 +23,7 @@ from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import RunAhead, again
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import Transport
+from hp_nodes.transport.handed_over import HandedOverTransport
 from hp_nodes.transport.opening import Status, check_statuses
 from hp_nodes.types import MicroBatch
 
@@ -57,6 +58,8 @@ class HostPrefetcher(Stage[MicroBatch]):
         self.depth = depth
         self.clock = transport.clock
         self._unit: deque[tuple[MicroBatch, dict[str, Any]]] = deque()
+        self._delivered = 0
+        """Windows of which a micro-batch was delivered since the last reset."""
         self._state: dict[str, Any] | None = None
         self._ahead: RunAhead[Unit] | None = None
         self._end: BaseException | None = None
@@ -70,6 +73,7 @@ class HostPrefetcher(Stage[MicroBatch]):
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
         super().restore_own(entry)
         self._unit.clear()
+        self._delivered = 0
         self._end = None
         self._state = super().source_state()
 
@@ -80,8 +84,17 @@ class HostPrefetcher(Stage[MicroBatch]):
     def next(self) -> MicroBatch:
         if not self._unit:
             self._unit.extend(self._next_window())
+            self._delivered += 1
+            self._launch_ahead("planned")
         batch, self._state = self._unit.popleft()
+        if not self._unit:
+            self._launch_ahead("closed")
         return self.give(batch)
+
+    def _launch_ahead(self, mark: str) -> None:
+        """With the first micro-batch of a window, the plan of one ``depth`` later; with the last, its exchange."""
+        if self._ahead is not None and isinstance(self.transport, HandedOverTransport):
+            self.transport.launch_through(mark, self._delivered + self.depth)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the thread: at the agreed place, or, because of an error, after telling the other ranks of it."""
@@ -104,7 +117,8 @@ class HostPrefetcher(Stage[MicroBatch]):
 
     def _run_ahead(self) -> RunAhead[Unit]:
         self.clock.in_background()
-        return RunAhead(self._pull, self.depth, self.clock, self.name, self.transport.interrupt)
+        handed_over = self.transport if isinstance(self.transport, HandedOverTransport) else None
+        return RunAhead(self._pull, self.depth, self.clock, self.name, self.transport.interrupt, handed_over)
 
     def _next_window(self) -> Unit:
         if self._end is not None:
@@ -121,10 +135,11 @@ class HostPrefetcher(Stage[MicroBatch]):
 
 
 def announce(graph: BaseNode[Any], what: DataPlaneError | Status | None) -> None:
-    """Let the next opening below ``graph`` bring this instead of a window."""
+    """Let the next opening below ``graph``, that of its lowest node which has one, bring this instead of a window."""
     for node in all_nodes(graph):
-        if isinstance(node, Planner):
+        if hasattr(node, "announcement"):
             node.announcement = what
+            return
 
 
 class _WindowPull:
@@ -151,6 +166,7 @@ class _WindowPull:
         self._close(status, error, unit)
         if status is Status.END:
             raise StopIteration
+        self._transport.mark("closed")
         return unit
 
     def _failure(self, failure: BaseException, unit: Unit) -> DataPlaneError:
