@@ -172,7 +172,8 @@ def _differences(offers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]
     flat = {
         rank: {
             **{f"config.{name}": value for name, value in offer["config"].items()},
-            **{f"sampler {name}": value for name, value in offer["sampler"].items()},
+            "sampler global_batch_size": offer["sampler"]["global_batch_size"],
+            **{f"sampler {name}": value for name, value in offer["sampler"]["sampler"].items()},
             **{name: offer[name] for name in ("dataset_length", "start") if name in offer},
         }
         for rank, offer in offers.items()
