@@ -20,7 +20,7 @@ from hp_nodes.nodes import (
     peek,
 )
 from hp_nodes.randomness import sample_rng
-from hp_nodes.types import MicroBatch, SampleKey, SampleMetadata, Window, WorkloadCost
+from hp_nodes.types import MicroBatch, SampleKey, SampleMetadata, TensorFieldSpec, Window, WorkloadCost
 
 __all__ = [
     "Collator",
@@ -40,6 +40,7 @@ __all__ = [
     "SampleReader",
     "Splitter",
     "StepCheckpointer",
+    "TensorFieldSpec",
     "Window",
     "WindowSampler",
     "WorkloadCost",

@@ -1,9 +1,15 @@
 """Model-parallel broadcast: every model peer gets its constructor's micro-batch, when it is consumed.
 
 On a constructor: takes micro-batches, gives the same ones, and sends each to the peers. On a peer: has no source and
-gives what arrives. Communicates within the model-parallel group: a small fixed header (status, place, sizes), then one
-body. Adds no entry of its own; with each micro-batch that ends a step the constructor sends its state, so a peer's
-state is the constructor's.
+gives what arrives. Communicates within the model-parallel group, over two transports:
+
+* a header of fixed size on the first: status, place, sizes that may change, host values, boundary state, and the layout
+  of the micro-batch where it is not known beforehand and has changed. What does not fit the header follows it, and so
+  do tensors that stay on the host.
+* all other tensors as one buffer on the second, which is the device's own backend where they are on a device.
+
+Adds no entry of its own; with each micro-batch that ends a step the constructor sends its state, so a peer's state is
+the constructor's.
 """
 
 from __future__ import annotations
@@ -12,10 +18,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
+from hp_nodes.nodes.batch_layout import BatchLayout, skeleton
+from hp_nodes.nodes.delivery import Delivery, Message, header_of
 from hp_nodes.nodes.graph import NODES_KEY
 from hp_nodes.nodes.host_prefetcher import announce
 from hp_nodes.nodes.run_ahead import again
@@ -23,13 +30,11 @@ from hp_nodes.nodes.stage import Stage
 from hp_nodes.nodes.window_sampler import next_epoch
 from hp_nodes.plain import from_text, to_text
 from hp_nodes.transport import Transport
-from hp_nodes.transport.codec import Codec, Frame
+from hp_nodes.transport.codec import Codec
 from hp_nodes.transport.opening import Status
 from hp_nodes.types import MicroBatch
 
 __all__ = ["ModelParallelBroadcaster"]
-
-_FIELDS = 10  # status, epoch, step, round, flags, tokens, label tokens, bytes of frame, of state, of error
 
 
 class ModelParallelBroadcaster(Stage[MicroBatch]):
@@ -38,12 +43,16 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
     Args:
         source: gives micro-batches; None on a peer.
         transport: of the model-parallel group, the constructor at place 0.
-        allow_pickle: let batches travel that the codec does not know.
+        spec: nested dict, list or tuple whose leaves are :class:`TensorFieldSpec`, ``int`` for a host value that may
+            change, or static values: the same on every rank, and then no names or dtypes are sent. None: the layout is
+            sent along, and again only when it changes.
+        tensors: another transport of the same ranks, for tensors; None: the first carries them too.
+        allow_pickle: let static values travel that the codec does not know.
         initial_state: on a peer, the state its constructor's graph starts with.
 
     Raises:
-        ValueError: a constructor without a source, or a peer with one.
-        DataPlaneError: (on ``next``) what the constructor raised.
+        ValueError: a constructor without a source, a peer with one, or a malformed spec.
+        DataPlaneError: (on ``next``) what the constructor raised, or a micro-batch does not fit the spec.
     """
 
     communicates = True
@@ -52,7 +61,9 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
         self,
         source: BaseNode[MicroBatch] | None,
         transport: Transport,
+        spec: Any = None,
         *,
+        tensors: Transport | None = None,
         allow_pickle: bool = False,
         initial_state: Mapping[str, Any] | None = None,
         name: str | None = None,
@@ -63,7 +74,11 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             raise ValueError(f"{self.name} at place {transport.rank} of its group: {role}")
         self.transport = transport
         self.codec = Codec(allow_pickle=allow_pickle)
+        self._known = None if spec is None else BatchLayout(spec)
+        self._delivery = Delivery(transport, tensors or transport, self.name)
         self._told: dict[str, Any] = dict(initial_state or {})
+        self._layout = self._known
+        self._layout_sent = b""
         self._delivered = False
         self._end: BaseException | None = None
 
@@ -98,91 +113,69 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             self._told = next_epoch(self._told)
         self._delivered = False
 
+    # ---- on a constructor
+
     def _send(self) -> MicroBatch:
         try:
             batch: MicroBatch = self.pull()
             if self.transport.size == 1:
                 return batch
-            frame, state = self._encoded(batch)
+            message = self._message(batch)
         except StopIteration:
-            self._tell(np.array([Status.END], dtype=np.int64))
+            self._tell(Message(header_of(Status.END)))
             raise
         except BaseException as failure:
             if self.transport.size > 1:
                 failure = self._common(failure)
             raise failure
-        body = np.empty(frame.nbytes + len(state), dtype=np.uint8)
-        frame.write_into(body[: frame.nbytes])
-        body[frame.nbytes :] = np.frombuffer(state, dtype=np.uint8)
-        self._tell(_header(batch, frame.nbytes, len(state)), body)
+        self._tell(message)
         return batch
 
-    def _encoded(self, batch: MicroBatch) -> tuple[Frame, bytes]:
+    def _message(self, batch: MicroBatch) -> Message:
+        """A micro-batch, ready to be sent: nothing that can fail here is left for later."""
         with failing_at(self.name, epoch=batch.epoch, step=batch.step):
             state = to_text(super().source_state()).encode() if batch.ends_step else b""
-            return self.codec.frame([batch.data]), state
+            layout, changed = self._known, b""
+            if layout is None:
+                layout = BatchLayout.of(batch.data)
+                described = self.codec.frame([skeleton(batch.data)]).to_array().tobytes()
+                changed = described if described != self._layout_sent else b""
+            taken = layout.take_apart(batch.data)
+            message = Message(header_of(Status.WINDOW, batch), changed, state, *taken, layout.fields)
+        self._layout_sent = changed or self._layout_sent
+        return message
 
     def _common(self, failure: BaseException) -> DataPlaneError:
         """Tell the peers of a failure; the other constructors, when they do not know of it, by the next exchange."""
         error = DataPlaneError.of(failure, rank=self.transport.global_ranks[0], node=self.name)
         if error is not failure:
             error.__cause__ = failure
-        text = error.to_bytes()
-        header = np.zeros(_FIELDS, dtype=np.int64)
-        header[0], header[9] = Status.ERROR, len(text)
-        self._tell(header, np.frombuffer(text, dtype=np.uint8).copy())
+        self._tell(Message(header_of(Status.ERROR), text=error.to_bytes()))
         if not error.agreed:
             announce(self, error)
         return error
 
-    def _tell(self, header: NDArray[np.int64], body: NDArray[np.uint8] | None = None) -> None:
-        if self.transport.size == 1:
-            return
-        sent = np.zeros(_FIELDS, dtype=np.int64)
-        sent[: len(header)] = header
-        with exchanging(self.name):
-            self.transport.broadcast(sent.view(np.uint8), 0, f"{self.name}: header")
-            if body is not None and len(body):
-                self.transport.broadcast(body, 0, f"{self.name}: body")
+    def _tell(self, message: Message) -> None:
+        if self.transport.size > 1:
+            with exchanging(self.name):
+                self._delivery.send(message)
+
+    # ---- on a peer
 
     def _receive(self) -> MicroBatch:
-        header = np.zeros(_FIELDS, dtype=np.int64)
         with exchanging(self.name):
-            self.transport.broadcast(header.view(np.uint8), 0, f"{self.name}: header")
-        frame_nbytes, state_nbytes, error_nbytes = (int(size) for size in header[7:10])
-        body = np.empty(error_nbytes or (frame_nbytes + state_nbytes), dtype=np.uint8)
-        if len(body):
-            with exchanging(self.name):
-                self.transport.broadcast(body, 0, f"{self.name}: body")
-        if header[0] == Status.END:
+            arrival = self._delivery.receive()
+        if arrival.status == Status.END:
             raise StopIteration
-        if header[0] == Status.ERROR:
-            error = DataPlaneError.from_bytes(body.tobytes())
+        if arrival.status == Status.ERROR:
+            error = DataPlaneError.from_bytes(arrival.text.tobytes())
             error.agreed = True
             raise error
-        if state_nbytes:
-            self._told = from_text(body[frame_nbytes:].tobytes().decode())
-        return _micro_batch(header, self.codec.decode(body[:frame_nbytes])[0])
-
-
-def _header(batch: MicroBatch, frame_nbytes: int, state_nbytes: int) -> NDArray[np.int64]:
-    flags = int(batch.ends_window) + 2 * int(batch.ends_step) + 4 * int(batch.ends_epoch)
-    tokens = -1 if batch.num_tokens is None else batch.num_tokens
-    labels = -1 if batch.num_label_tokens is None else batch.num_label_tokens
-    values = [Status.WINDOW, batch.epoch, batch.step, batch.round, flags, tokens, labels, frame_nbytes, state_nbytes, 0]
-    return np.array(values, dtype=np.int64)
-
-
-def _micro_batch(header: NDArray[np.int64], data: Any) -> MicroBatch:
-    _, epoch, step, number, flags, tokens, labels = (int(value) for value in header[:7])
-    return MicroBatch(
-        data=data,
-        epoch=epoch,
-        step=step,
-        round=number,
-        ends_window=bool(flags & 1),
-        ends_step=bool(flags & 2),
-        ends_epoch=bool(flags & 4),
-        num_tokens=None if tokens < 0 else tokens,
-        num_label_tokens=None if labels < 0 else labels,
-    )
+        if len(arrival.layout):
+            self._layout = BatchLayout.of(self.codec.decode(np.array(arrival.layout))[0])
+        if len(arrival.text):
+            self._told = from_text(arrival.text.tobytes().decode())
+        assert self._layout is not None, "the first micro-batch brings the layout where there is no spec"
+        with exchanging(self.name):
+            tensors = self._delivery.receive_tensors(arrival, self._layout)
+        return arrival.micro_batch(self._layout.put_together(tensors, arrival.numbers))
