@@ -79,6 +79,7 @@ class Scene:
     collate_fn: Any = None
     timeout_s: float = 20.0
     checkpointer: bool = True
+    wrap_transport: Callable[[Any], Any] = lambda transport: transport
     insert: dict[str, Callable[[BaseNode[Any]], BaseNode[Any]]] = field(default_factory=dict)
 
     def graph(self, mesh: Any) -> BaseNode[Any]:
@@ -88,7 +89,7 @@ class Scene:
             start = {"WindowSampler": {"epoch": 0, "consumed_samples": 0, "finished": False}}
             node: BaseNode[Any] = ModelParallelBroadcaster(None, model, initial_state=start)
             return StepCheckpointer(node) if self.checkpointer else node
-        data = create_transport(topology, timeout_s=self.timeout_s)
+        data = self.wrap_transport(create_transport(topology, timeout_s=self.timeout_s))
         sampler = DistributedBatchSampler(
             len(self.dataset),
             self.micro,

@@ -118,6 +118,7 @@ class Planner(Stage[Window]):
         problem, error = self._problem(window, rows, firsts, before_reading)
         plan = self._agreed_plan(problem, error, window)
         self._carry(window, plan)
+        self.transport.mark("planned")
         share = self._assignment(window, np.concatenate(rows), firsts, counts, plan, before_reading)
         report = BalanceReport(plan=plan.report, dropped=window.dropped, plan_digest=_digest(plan))
         return self.give(replace(window, plan=plan, assignment=share, report=report))

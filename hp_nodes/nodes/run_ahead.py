@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport import ConsumerClock
+from hp_nodes.transport.handed_over import HandedOverTransport
 
 __all__ = ["RunAhead", "again", "in_background"]
 
@@ -47,6 +49,7 @@ class RunAhead(Generic[T]):
         clock: counts the consumer's waiting.
         name: of the thread.
         wake: called to end a wait inside ``produce`` when the thread shall leave at once.
+        handed_over: launches, on the consumer's thread, what the thread wants to exchange.
     """
 
     def __init__(
@@ -56,8 +59,9 @@ class RunAhead(Generic[T]):
         clock: ConsumerClock,
         name: str,
         wake: Callable[[], None] | None = None,
+        handed_over: HandedOverTransport | None = None,
     ) -> None:
-        self._core: _Core[T] = _Core(produce, depth, wake)
+        self._core: _Core[T] = _Core(produce, depth, wake, handed_over)
         self._clock = clock
         self._name = name
         self._finalizer = weakref.finalize(self, _forgotten, self._core)
@@ -100,7 +104,14 @@ class RunAhead(Generic[T]):
 class _Core(Generic[T]):
     """What the thread and its consumer share."""
 
-    def __init__(self, produce: Callable[[], T], depth: int, wake: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        produce: Callable[[], T],
+        depth: int,
+        wake: Callable[[], None] | None,
+        handed_over: HandedOverTransport | None,
+    ) -> None:
+        self.handed_over = handed_over
         self.produce = produce
         self.depth = depth
         self.wake = wake
@@ -118,6 +129,9 @@ class _Core(Generic[T]):
             self.allowed = self.consumed + self.depth
             self.start(name)
             self.condition.notify_all()
+        if self.handed_over is not None:
+            self.handed_over.launch_until(lambda: bool(self.units) or self.end is not None)
+        with self.condition:
             while not self.units and self.end is None:
                 self.condition.wait(_POLL_S)
                 if self.thread is None or (not self.thread.is_alive() and not self.units and self.end is None):
@@ -130,6 +144,8 @@ class _Core(Generic[T]):
     def start(self, name: str) -> None:
         if self.thread is None:
             self.thread = _Thread(target=self._run, name=name, daemon=True)
+            if self.handed_over is not None:
+                self.handed_over.serve(self.thread)
             self.thread.start()
 
     def run_on(self, name: str) -> None:
@@ -168,6 +184,9 @@ class _Core(Generic[T]):
             self.closing = True
             self.condition.notify_all()
         if self.thread is not None and self.running():
+            if self.handed_over is not None:
+                deadline = time.monotonic() + within_s
+                self.handed_over.launch_until(lambda: time.monotonic() > deadline)
             self.thread.join(within_s)
 
     def leave(self, within_s: float) -> None:

@@ -98,6 +98,10 @@ class Transport(Protocol):
         """
         ...
 
+    def mark(self, name: str) -> None:
+        """A place in a window's sequence: "planned", "closed". Only a transport whose exchanges are handed over cares."""
+        ...
+
     def interrupt(self) -> None:
         """End a running exchange and refuse later ones. May be called from any thread."""
         ...

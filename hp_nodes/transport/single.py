@@ -33,6 +33,9 @@ class SingleRankTransport:
         self.exchanges += 1
         return np.array(send)
 
+    def mark(self, name: str) -> None:
+        """Nobody waits for marks here."""
+
     def interrupt(self) -> None:
         """Nothing ever runs that could be interrupted."""
 
