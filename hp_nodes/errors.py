@@ -7,7 +7,6 @@ becomes a :class:`DataPlaneError`, travels as text, and is raised on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import traceback
 from types import TracebackType
@@ -112,17 +111,31 @@ class DataPlaneError(RuntimeError):
         """What ``error`` says, located as precisely as is known; the arguments fill what nobody noted on it."""
         if isinstance(error, DataPlaneError):
             return error
-        noted = getattr(error, _LOCATION, {})
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        noted = error.__dict__.get(_LOCATION, {})
         return cls(
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {_told_by(error)}",
             rank=rank,
             node=noted.get("node", node),
             epoch=noted.get("epoch", epoch),
             step=noted.get("step", step),
             sample=noted.get("sample"),
-            original_traceback=text,
+            original_traceback=_traceback_of(error),
         )
+
+
+def _told_by(error: BaseException) -> str:
+    """Its text. An exception that cannot say it must not break the exchange that tells of it."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text cannot be had: {type(second).__name__})"
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception:
+        return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _from_fields(fields: dict[str, Any], agreed: bool) -> DataPlaneError:
@@ -159,7 +172,8 @@ def note_location(
     key: SampleKey | None = None,
 ) -> None:
     """Write on ``error`` where it happened, unless somebody closer to it already did."""
-    if isinstance(error, DataPlaneError) or hasattr(error, _LOCATION):
+    kept = error.__dict__  # not getattr and setattr, which a user's exception may have its own idea of
+    if isinstance(error, DataPlaneError) or _LOCATION in kept:
         return
     noted: dict[str, Any] = {"node": node}
     if epoch is not None:
@@ -168,8 +182,7 @@ def note_location(
         noted["step"] = step
     if key is not None:
         noted["sample"] = f"position {key.position}, index {key.index}, part {key.part}"
-    with contextlib.suppress(AttributeError):  # a type without a __dict__ stays whole, only less precisely located
-        setattr(error, _LOCATION, noted)
+    kept[_LOCATION] = noted
 
 
 class failing_at:  # noqa: N801  a context, read as a verb
