@@ -99,6 +99,9 @@ class CoupledTransport:
         with self._noting_loss():
             return self._transport.all_to_all(send, send_sizes, receive_sizes, where)
 
+    def mark(self, name: str) -> None:
+        self._transport.mark(name)
+
     def interrupt(self) -> None:
         self._transport.interrupt()
         self._other.interrupt()
