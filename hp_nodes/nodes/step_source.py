@@ -70,9 +70,12 @@ class StepSource(BaseNode[Any]):
     def begin(self, epoch: int) -> None:
         """The next item is the first of ``epoch``. A state from the end of an epoch is gone through first: what a
         source carries from epoch to epoch (an order of its own, a generator) goes on from there.
+
+        A state from before the first item says nothing of the source. A source that is under way then begins an epoch
+        as it would by itself; only one with ``set_epoch``, or a node, is sure to begin the same one again.
         """
         given = self._given
-        if given is not None and given[self.ENDED_KEY] and not self._exhausted and self.resumable:
+        if given is not None and given[self.ENDED_KEY] and self.resumable and not self._stands_at_the_end_of(given):
             deque(self._resumed(given), maxlen=0)
         self._given = None
         self._epoch, self._items, self._exhausted = epoch, 0, False
@@ -141,6 +144,9 @@ class StepSource(BaseNode[Any]):
     def close(self) -> None:
         """Let go of the running iteration, and with it of the workers it may have."""
         self._running = None
+
+    def _stands_at_the_end_of(self, given: Mapping[str, Any]) -> bool:
+        return self._exhausted and self._epoch == given[self.EPOCH_KEY]
 
     def _state_of_source(self) -> Any:
         steps: Any = self.steps
