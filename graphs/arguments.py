@@ -1,16 +1,26 @@
-"""The builder's arguments, checked against each other: every refusal of a native graph, before anything is made."""
+"""The builder's arguments, checked against each other: every refusal that needs nothing but what was given.
+
+Three modes: native online (``batch_sampler`` with ``metadata_fn``), native precomputed (``batch_sampler`` with
+``metadata`` and ``metadata_mode=True``), external steps (``external_step_source`` with ``metadata_fn``).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from graphs.config import DistributedDatasetConfig
-from hp_nodes.samplers import check_batch_sampler
-from hp_nodes.transport import DataTopology
+import torch
 
-__all__ = ["Arguments", "refusals", "worker_arguments"]
+from graphs.config import DistributedDatasetConfig
+from hp_nodes.nodes.batch_layout import BatchLayout
+from hp_nodes.nodes.metadata_table import MetadataTable
+from hp_nodes.samplers import check_batch_sampler
+from hp_nodes.text import collate_text
+from hp_nodes.transport import DataTopology
+from hp_nodes.types import TensorFieldSpec
+
+__all__ = ["Arguments", "batch_spec", "is_external", "refusals", "worker_arguments"]
 
 _OWNED = ("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator", "sampler", "shuffle")
 _WORKER_DEFAULTS: dict[str, Any] = {
@@ -27,13 +37,24 @@ _WORKER_DEFAULTS: dict[str, Any] = {
 Arguments = Mapping[str, Any]
 
 
+def is_external(given: Arguments) -> bool:
+    """Whether the user's own source defines the steps."""
+    return given["external_step_source"] is not None
+
+
 def refusals(dataset: Any, topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     """Why these arguments are refused; empty when they are accepted. ``given`` has every keyword of the builder."""
-    problems = _mode_problems(config, given) or (_function_problems(config, given) + _later(config, given))
+    if is_external(given):
+        problems = _external_problems(topology, config, given)
+    else:
+        problems = _mode_problems(topology, config, given) or _native_problems(config, given)
+    problems = problems or _function_problems(config, given) + _spec_problems(given) + _later(config, given)
     if problems:
         return problems
-    problems = _mesh_problems(topology, config)
+    problems = _mesh_problems(topology, config, given)
     problems += _worker_problems(given["dataloader_kwargs"] or {})
+    if is_external(given):
+        return problems
     try:
         check_batch_sampler(
             given["batch_sampler"],
@@ -46,6 +67,26 @@ def refusals(dataset: Any, topology: DataTopology, config: DistributedDatasetCon
     return problems + (_data_problems(dataset, given, config) if topology.is_constructor else [])
 
 
+def batch_spec(config: DistributedDatasetConfig, given: Arguments) -> Any:
+    """What a micro-batch looks like: the argument, else ``collate_fn.model_batch_spec``, else that of the built-in
+    text; None: it is sent along.
+    """
+    if given["model_batch_spec"] is not None:
+        return given["model_batch_spec"]
+    own = getattr(given["collate_fn"], "model_batch_spec", None)
+    if own is not None or not config.repack_sequences or given["collate_fn"] not in (None, collate_text):
+        return own
+    rows = TensorFieldSpec((config.local_batch_size, config.seq_len), torch.int64)
+    return {
+        "input_ids": rows,
+        "labels": rows,
+        "cu_seq_lens": TensorFieldSpec((None,), torch.int32),
+        "position_ids": rows,
+        "max_seq_len": int,
+        "num_label_tokens": int,
+    }
+
+
 def worker_arguments(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
     """The number of workers, and what else torch's DataLoader is given."""
     options = dict(dataloader_kwargs or {})
@@ -54,12 +95,7 @@ def worker_arguments(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[int, 
     return workers, {key: value for key, value in options.items() if value != _WORKER_DEFAULTS[key]}
 
 
-def _mode_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
-    if given["external_step_source"] is not None:
-        return [
-            "external_step_source: external steps come later; accepted so far: batch_sampler with metadata_fn or "
-            "metadata"
-        ]
+def _mode_problems(topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     if given["batch_sampler"] is None:
         return [
             "nothing defines a step; accepted: batch_sampler with metadata_fn, batch_sampler with metadata and "
@@ -70,8 +106,10 @@ def _mode_problems(config: DistributedDatasetConfig, given: Arguments) -> list[s
             "both metadata and metadata_fn were given; accepted: metadata with metadata_mode=True, else metadata_fn"
         ]
     if config.metadata_mode:
-        if given["metadata"] is None:
-            return ["metadata_mode=True without metadata; accepted: a sequence of SampleMetadata by dataset index"]
+        if given["metadata_fn"] is not None:
+            return ["metadata_fn with metadata_mode=True; accepted: metadata, or metadata_mode=False"]
+        if given["metadata"] is None and topology.is_constructor:
+            return ["metadata_mode=True without metadata; accepted: anything that holds an entry a dataset index"]
     elif given["metadata"] is not None:
         return ["metadata was given with metadata_mode=False; accepted: metadata_fn, or metadata_mode=True"]
     elif given["metadata_fn"] is None and not config.repack_sequences:
@@ -79,66 +117,142 @@ def _mode_problems(config: DistributedDatasetConfig, given: Arguments) -> list[s
     return []
 
 
-def _function_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
+def _native_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     problems = []
     if config.balance_group_size is not None:
         problems.append("balance_group_size is for external steps only; accepted here: None")
-    if config.repack_sequences and (given["split_fn"] or given["pack_fn"]):
+    if config.repack_sequences and (given["split_fn"] is not None or given["pack_fn"] is not None):
         problems.append("repack_sequences has its own split and pack; accepted with it: no split_fn, no pack_fn")
     elif (given["split_fn"] is None) != (given["pack_fn"] is None):
-        lone, missing = ("split_fn", "pack_fn") if given["split_fn"] else ("pack_fn", "split_fn")
+        names = ("split_fn", "pack_fn")
+        lone, missing = names if given["split_fn"] is not None else names[::-1]
         problems.append(f"{lone} without {missing}; accepted: both, or neither (records stay whole)")
     if config.metadata_mode and given["split_fn"] is not None:
         problems.append("split_fn with metadata_mode: sequences are known only after reading; accepted: whole records")
+    return problems
+
+
+def _external_problems(topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:
+    source = given["external_step_source"]
+    reasons = {
+        "batch_sampler": "the source defines the steps",
+        "metadata": "the source has no dataset indices",
+        "split_fn": "the source yields samples as they are planned",
+        "model_batch_spec": "there are no model peers",
+    }
+    problems = [
+        f"{name} with external_step_source: {why}; accepted: None"
+        for name, why in reasons.items()
+        if given[name] is not None
+    ]
+    if config.metadata_mode:
+        problems.append("metadata_mode=True with external_step_source: it is by dataset index; accepted: False")
+    if given["dataloader_kwargs"]:
+        problems.append(
+            f"dataloader_kwargs {list(given['dataloader_kwargs'])} with external_step_source: the source owns its "
+            "workers; accepted: None"
+        )
+    if config.balance_window_size > 1:
+        problems.append(
+            f"balance_window_size is {config.balance_window_size} with external_step_source: each of its rounds is "
+            "planned alone; accepted: 1"
+        )
+    if len(topology.model_parallel_ranks) > 1:
+        problems.append(
+            f"the mesh has {len(topology.model_parallel_ranks)} ranks a data-parallel coordinate; accepted with "
+            "external_step_source: a pure data-parallel mesh"
+        )
+    groups = config.balance_group_size
+    if groups is not None and topology.data_parallel_size % groups:
+        problems.append(
+            f"balance_group_size is {groups}; accepted: an int that divides the {topology.data_parallel_size} ranks"
+        )
+    if not isinstance(source, Iterable):
+        problems.append(
+            f"external_step_source is a {type(source).__name__}; accepted: an iterable of local rounds, or a torchdata "
+            "node"
+        )
+    rounds = getattr(source, "rounds_per_step", 1)
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        problems.append(f"external_step_source.rounds_per_step is {rounds!r}; accepted: an int >= 1")
+    if given["metadata_fn"] is None and not config.repack_sequences:
+        problems.append("metadata_fn is missing; accepted with external_step_source: sample -> SampleMetadata")
+    if config.repack_sequences and given["pack_fn"] is not None:
+        problems.append("repack_sequences has its own pack; accepted with it: no pack_fn")
+    return problems
+
+
+def _function_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
+    problems = []
     if given["balancing_algorithm"] is not None and config.objective != "lockstep":
         problems.append(f"balancing_algorithm has its own objective, but objective={config.objective!r} was given too")
     for name in ("metadata_fn", "split_fn", "pack_fn", "collate_fn", "cost_model"):
         if given[name] is not None and not callable(given[name]):
             problems.append(f"{name} is {given[name]!r}; accepted: a callable")
+    if not isinstance(given["dataloader_kwargs"] or {}, Mapping):
+        problems.append(f"dataloader_kwargs is {given['dataloader_kwargs']!r}; accepted: a mapping from name to value")
     return problems
+
+
+def _spec_problems(given: Arguments) -> list[str]:
+    sources = (given["model_batch_spec"], getattr(given["collate_fn"], "model_batch_spec", None))
+    for spec in sources:
+        if spec is not None:
+            try:
+                BatchLayout(spec)
+            except ValueError as error:
+                return [str(error)]
+    return []
 
 
 def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
-    """What is accepted by name but not built yet. TODO(builder-modes)."""
+    """What is accepted by name but not built yet. TODO(device-copy), TODO(device-backends), TODO(skip-records)."""
     problems = []
-    if given["model_batch_spec"] is not None:
-        problems.append("model_batch_spec comes later; accepted so far: None (the layout is sent along)")
     if config.on_error == "skip":
         problems.append("on_error='skip' comes later; accepted so far: 'raise'")
-    if config.communication_backend in ("nccl", "hccl"):
-        problems.append(
-            f"communication_backend {config.communication_backend!r} comes later; accepted so far: 'auto', 'gloo'"
-        )
-    if given["device"] is not None and str(given["device"]).split(":")[0] != "cpu":
-        problems.append(f"device {given['device']!r} comes later; accepted so far: 'cpu'")
+    backend, needed = config.communication_backend, {"nccl": "cuda", "hccl": "npu"}
+    if backend in needed:
+        kind = getattr(torch, needed[backend], None)
+        there = kind is not None and kind.is_available()
+        why = "comes later" if there else f"needs a {needed[backend].upper()} device, and there is none here"
+        problems.append(f"communication_backend {backend!r} {why}; accepted so far: 'auto', 'gloo'")
+    device = given["device"]
+    if device is not None:
+        try:
+            if torch.device(device).type != "cpu":
+                problems.append(f"device {device!r} comes later; accepted so far: 'cpu'")
+        except (RuntimeError, TypeError) as error:
+            problems.append(f"device is {device!r} ({str(error).splitlines()[0]}); accepted: a torch device")
     return problems
 
 
-def _mesh_problems(topology: DataTopology, config: DistributedDatasetConfig) -> list[str]:
+def _mesh_problems(topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     problems = []
     readers, planner = config.dataset_reader_ranks, config.planner_rank
-    if readers is not None and tuple(readers) != topology.constructor_ranks:
+    if readers is not None and sorted(readers) != sorted(topology.constructor_ranks):
         problems.append(
             f"dataset_reader_ranks is {tuple(readers)}; accepted: the constructors {topology.constructor_ranks}"
         )
     if planner is not None and planner not in topology.constructor_ranks:
         problems.append(f"planner_rank is {planner}; accepted: one of the constructors {topology.constructor_ranks}")
-    if config.dataset_already_sharded:
+    if config.dataset_already_sharded and not is_external(given):
         problems.append("dataset_already_sharded is True; accepted with a batch_sampler: False")
     return problems
 
 
 def _data_problems(dataset: Any, given: Arguments, config: DistributedDatasetConfig) -> list[str]:
     problems = []
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    sized = hasattr(dataset, "__len__")
+    if not (hasattr(dataset, "__getitem__") and sized):
         problems.append(f"dataset is a {type(dataset).__name__}; accepted: map-style, with __getitem__ and __len__")
-    metadata = given["metadata"]
     if config.metadata_mode:
-        if not hasattr(metadata, "__getitem__"):
-            problems.append(f"metadata is a {type(metadata).__name__}; accepted: anything with __getitem__ and __len__")
-        elif hasattr(metadata, "__len__") and hasattr(dataset, "__len__") and len(metadata) != len(dataset):
+        try:
+            entries = len(MetadataTable(given["metadata"]))
+        except ValueError as error:
+            return [*problems, str(error)]
+        if sized and entries != len(dataset):
             problems.append(
-                f"metadata has {len(metadata)} entries, the dataset {len(dataset)} records; accepted: equally many"
+                f"metadata has {entries} entries, the dataset {len(dataset)} records; accepted: equally many"
             )
     return problems
 
@@ -154,6 +268,14 @@ def _worker_problems(options: Mapping[str, Any]) -> list[str]:
     workers = options.get("num_workers", 0)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         return [*problems, f"dataloader_kwargs num_workers is {workers!r}; accepted: an int >= 0"]
+    for name in ("pin_memory", "persistent_workers", "in_order"):
+        if not isinstance(options.get(name, False), bool):
+            problems.append(f"dataloader_kwargs {name} is {options[name]!r}; accepted: True or False")
+    ahead = options.get("prefetch_factor")
+    if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1):
+        problems.append(f"dataloader_kwargs prefetch_factor is {ahead!r}; accepted: None, or an int >= 1")
+    if options.get("worker_init_fn") is not None and not callable(options["worker_init_fn"]):
+        problems.append(f"dataloader_kwargs worker_init_fn is {options['worker_init_fn']!r}; accepted: a callable")
     timeout = options.get("timeout", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not math.isfinite(timeout) or timeout < 0:
         problems.append(f"dataloader_kwargs timeout is {timeout!r}; accepted: a finite number >= 0 (seconds)")

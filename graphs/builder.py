@@ -8,27 +8,39 @@ read and no other group is made before that; a failed construction leaves nothin
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from torchdata.nodes import BaseNode
 
-from graphs.arguments import refusals, worker_arguments
+from graphs.agreement import Offer, agree
+from graphs.arguments import batch_spec, is_external, refusals, worker_arguments
 from graphs.config import DistributedDatasetConfig
+from graphs.external import ExternalParts, external_graph
 from graphs.native import NativeParts, native_graph, peer_graph
 from hp_nodes import DistributedDataLoader, SampleMetadata, WindowSampler, WorkloadCost
+from hp_nodes.nodes.batch_layout import BatchLayout
 from hp_nodes.planning import BackboneCostModel, BalancingAlgorithm, CausalAttentionCostModel
 from hp_nodes.samplers import BatchSampler
 from hp_nodes.text import collate_text, pack_text, split_packed_text, text_metadata
 from hp_nodes.transport import DataTopology, Transport, create_transport
-from hp_nodes.transport.agreement import gather_texts
+from hp_nodes.transport.balance_group import create_balance_group
 from hp_nodes.transport.topology import Mesh
+from hp_nodes.types import MicroBatch
 
 __all__ = ["build_distributed_dataloader"]
 
 CostModel = Callable[[SampleMetadata], WorkloadCost]
+Parts = NativeParts | ExternalParts
+logger = logging.getLogger("hp_nodes")
+_NOTHING_TO_PLAN = (
+    "nothing to plan: each rank has one whole record a window (local_batch_size 1, one round a window), so no plan "
+    "changes what a step costs, and planning is skipped. Raise local_batch_size, balance_window_size or the rounds of "
+    "a step, or split records"
+)
 
 
 def build_distributed_dataloader(
@@ -61,14 +73,20 @@ def build_distributed_dataloader(
         dataloader_kwargs: those of torch's DataLoader that only change how records are read.
         pack_fn, split_fn: ``(samples, seq_len) → packed`` and record → sequences; both or neither.
         collate_fn: the bins of a round → what the loop gets. Whole records are handed to it untouched.
+        device: None, or the CPU so far.
+        model_batch_spec: what a micro-batch looks like, see :class:`hp_nodes.ModelParallelBroadcaster`; None:
+            ``collate_fn.model_batch_spec``, else that of the built-in text, else it is sent to model peers.
         batch_sampler: on every rank; only constructors advance it.
+        external_step_source: on each rank, yields whole local rounds of raw samples; each ends a step, or
+            ``external_step_source.rounds_per_step`` of them do where it has that attribute.
         model_config, cost_model: what a sample costs; else ``metadata.cost``.
         balancing_algorithm: plans in the built-in planner's place.
 
     Raises:
         ValueError: on every rank, with every problem and the ranks that have it.
     """
-    topology = DataTopology.from_mesh(mesh, config.dp_dim_names)
+    if not isinstance(config, DistributedDatasetConfig):
+        raise ValueError(f"config is a {type(config).__name__}; accepted: a DistributedDatasetConfig")
     given = {
         "metadata_fn": metadata_fn,
         "metadata": metadata,
@@ -84,22 +102,20 @@ def build_distributed_dataloader(
         "cost_model": cost_model,
         "balancing_algorithm": balancing_algorithm,
     }
-    control = create_transport(topology, "all", timeout_s=config.timeout_s)
-    held: list[Transport] = [control]
+    topology, problems = _topology(mesh, config)
+    offer, parts = Offer(problems), None
+    if not problems:
+        offer, parts = _prepared(dataset, topology, config, given)
+    held: list[Transport] = [create_transport(topology, "all", timeout_s=config.timeout_s)]
     try:
-        agreed = _agree(control, topology, *_offer(dataset, topology, config, given))
-        held.append(create_transport(topology, "model_parallel", timeout_s=config.timeout_s))
-        if topology.is_constructor:
-            held.append(create_transport(topology, "data_parallel", timeout_s=config.timeout_s))
-            graph = native_graph(_parts(dataset, config, given), config, data=held[2], model=held[1])
-        else:
-            graph = peer_graph(agreed["start"], config, held[1])
+        agreed = agree(held[0], topology, offer)
+        graph = _graph(parts, topology, config, agreed, held)
         return DistributedDataLoader(
             graph,
-            fingerprint=agreed["fingerprint"],
+            fingerprint=agreed.fingerprint,
             transports=held,
             topology=topology,
-            length=agreed["length"],
+            length=agreed.length,
             log_balance=config.log_balance,
         )
     except BaseException:
@@ -108,24 +124,65 @@ def build_distributed_dataloader(
         raise
 
 
-def _offer(
+def _topology(mesh: Mesh, config: DistributedDatasetConfig) -> tuple[DataTopology, list[str]]:
+    """Who this rank is, and why that cannot be told. Only all ranks together can refuse what one of them was given."""
+    try:
+        return DataTopology.from_mesh(mesh, config.dp_dim_names), []
+    except ValueError as error:
+        names = mesh.mesh_dim_names
+        if not names or mesh.get_coordinate() is None:
+            raise  # there is no mesh to meet the others in
+        return DataTopology.from_mesh(mesh, names), [str(error)]
+
+
+def _prepared(
     dataset: Any, topology: DataTopology, config: DistributedDatasetConfig, given: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """This rank's problems, and what the others must agree with."""
+) -> tuple[Offer, Parts | None]:
+    """What this rank says to the others, and what its graph is made of. Raises nothing, reads nothing."""
     try:
         problems = refusals(dataset, topology, config, given)
         if problems:
-            return problems, {}
-        first = WindowSampler(given["batch_sampler"], config.balance_window_size)
-        offer: dict[str, Any] = {"config": _plain_config(config), "sampler": first.fingerprint()}
-        if topology.is_constructor:
-            _resolved_cost_model(config, given)
-            offer["length"] = first.micro_batches_per_epoch
-            offer["dataset_length"] = len(dataset)
-            offer["start"] = first.state_dict()["hp_nodes"]
-        return [], offer
+            return Offer(problems), None
+        spec = batch_spec(config, given)
+        shared = {
+            "mode": "external" if is_external(given) else "native",
+            **{f"config.{name}": value for name, value in _plain_config(config).items()},
+            "model_batch_spec": None if spec is None else str(BatchLayout(spec)),
+        }
+        if is_external(given):
+            external = _external_parts(config, given)
+            fingerprint = {"seed": config.seed, "rounds_per_step": external.rounds_per_step}
+            return Offer([], {**shared, **fingerprint}, fingerprint), external
+        return _native_offer(dataset, topology, config, given, shared)
     except Exception as error:
-        return [f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)], {}
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return Offer([text]), None
+
+
+def _native_offer(
+    dataset: Any,
+    topology: DataTopology,
+    config: DistributedDatasetConfig,
+    given: Mapping[str, Any],
+    shared: dict[str, Any],
+) -> tuple[Offer, NativeParts]:
+    sampler = given["batch_sampler"]
+    first = WindowSampler(sampler, config.balance_window_size)
+    fingerprint = first.fingerprint()
+    shared["sampler global_batch_size"] = fingerprint["global_batch_size"]
+    shared |= {f"sampler {name}": value for name, value in fingerprint["sampler"].items()}
+    parts = _native_parts(dataset, config, given)
+    if not topology.is_constructor:
+        return Offer([], shared), parts
+    start = first.state_dict()["hp_nodes"]
+    shared |= {"dataset_length": len(dataset), "start": start}
+    if config.metadata_mode:
+        # Reading behind the plan runs ahead of it by as many windows as the workers take: the same on every rank.
+        ahead = parts.worker_options or {}
+        shared["dataloader_kwargs num_workers"] = parts.num_workers
+        shared["dataloader_kwargs prefetch_factor"] = ahead.get("prefetch_factor")
+    fingerprint = {"dataset_length": len(dataset), "seed": config.seed, **fingerprint}
+    return Offer([], shared, fingerprint, start, first.micro_batches_per_epoch), parts
 
 
 def _plain_config(config: DistributedDatasetConfig) -> dict[str, Any]:
@@ -135,66 +192,79 @@ def _plain_config(config: DistributedDatasetConfig) -> dict[str, Any]:
     }
 
 
-def _agree(control: Transport, topology: DataTopology, problems: list[str], offer: dict[str, Any]) -> dict[str, Any]:
-    """One exchange; afterwards all ranks raise the same error, or none.
+def _graph(
+    parts: Parts | None,
+    topology: DataTopology,
+    config: DistributedDatasetConfig,
+    agreed: Offer,
+    held: list[Transport],
+) -> BaseNode[MicroBatch]:
+    """The graph of this rank. Every group that it makes is put into ``held``."""
 
-    Raises:
-        ValueError: a rank has a problem, or ranks differ.
-    """
-    mine = json.dumps({"problems": problems, "offer": offer}).encode()
-    told = [json.loads(text) for text in gather_texts(control, mine, "construction")]
-    ranks = control.global_ranks
-    found: dict[str, list[int]] = {}
-    for rank, said in zip(ranks, told, strict=True):
-        for problem in said["problems"]:
-            found.setdefault(problem, []).append(rank)
-    if not found:
-        found = _differences({rank: said["offer"] for rank, said in zip(ranks, told, strict=True)})
-    if found:
-        raise ValueError("; ".join(_with_ranks(problem, who, ranks) for problem, who in found.items()))
-    constructor = told[ranks.index(topology.model_parallel_ranks[0])]["offer"]
-    fingerprint = {
-        "dataset_length": constructor["dataset_length"],
-        "seed": constructor["config"]["seed"],
-        **constructor["sampler"],
-    }
-    return {"fingerprint": fingerprint, "start": constructor["start"], "length": constructor["length"]}
+    def group(scope: Literal["data_parallel", "model_parallel"]) -> Transport:
+        held.append(create_transport(topology, scope, timeout_s=config.timeout_s))
+        return held[-1]
 
-
-def _with_ranks(problem: str, who: list[int], ranks: Sequence[int]) -> str:
-    if len(who) == len(ranks) or not who:
-        return problem
-    return f"rank {who[0]}: {problem}" if len(who) == 1 else f"ranks {who}: {problem}"
+    assert parts is not None
+    model = group("model_parallel")
+    tensors = group("model_parallel") if model.size > 1 else model
+    if isinstance(parts, ExternalParts):
+        data = group("data_parallel")
+        balanced = create_balance_group(topology, data, config.balance_group_size)
+        if balanced is not data:
+            held.append(balanced)
+        return external_graph(parts, config, data, balanced, model)
+    if not topology.is_constructor:
+        return peer_graph(agreed.start, config, model, tensors, parts.batch_spec)
+    if parts.nothing_to_plan and topology.data_rank == 0:
+        logger.warning(_NOTHING_TO_PLAN)
+    return native_graph(parts, config, group("data_parallel"), model, tensors)
 
 
-def _differences(offers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Each value that ranks should share and do not, with what each has."""
-    flat = {
-        rank: {
-            **{f"config.{name}": value for name, value in offer["config"].items()},
-            "sampler global_batch_size": offer["sampler"]["global_batch_size"],
-            **{f"sampler {name}": value for name, value in offer["sampler"]["sampler"].items()},
-            **{name: offer[name] for name in ("dataset_length", "start") if name in offer},
-        }
-        for rank, offer in offers.items()
-    }
-    names = sorted({name for values in flat.values() for name in values})
-    problems: dict[str, list[int]] = {}
-    for name in names:
-        seen: dict[str, list[int]] = {}
-        for rank, values in flat.items():
-            if name in values:
-                seen.setdefault(json.dumps(values[name]), []).append(rank)
-        if len(seen) > 1:
-            shown = ", ".join(f"{value} on ranks {who}" for value, who in seen.items())
-            problems[f"{name} differs: {shown}; accepted: the same on every rank"] = []
-    return problems
+# ---- the functions of each stage: the user's, the built-in text ones, or those of whole records
 
 
-def _parts(dataset: Any, config: DistributedDatasetConfig, given: Mapping[str, Any]) -> NativeParts:
-    """The functions of each stage: the user's, the built-in text ones, or those of whole records."""
+def _native_parts(dataset: Any, config: DistributedDatasetConfig, given: Mapping[str, Any]) -> NativeParts:
     workers, options = worker_arguments(given["dataloader_kwargs"])
+    split_fn, pack_fn, collate_fn, metadata_fn = _functions(config, given)
     cost_model = _resolved_cost_model(config, given)
+    whole_records = split_fn is None
+    return NativeParts(
+        dataset=dataset,
+        batch_sampler=given["batch_sampler"],
+        metadata_fn=metadata_fn,
+        metadata=given["metadata"],
+        cost_model=cost_model,
+        padding_cost=None if whole_records else _padding_table(cost_model, config.seq_len),
+        split_fn=split_fn,
+        pack_fn=_whole_record if whole_records else pack_fn,
+        collate_fn=collate_fn,
+        algorithm=given["balancing_algorithm"],
+        nothing_to_plan=whole_records and _one_record_a_window(config, given),
+        batch_spec=batch_spec(config, given),
+        num_workers=workers,
+        worker_options=options,
+    )
+
+
+def _external_parts(config: DistributedDatasetConfig, given: Mapping[str, Any]) -> ExternalParts:
+    _, pack_fn, collate_fn, metadata_fn = _functions(config, given)
+    cost_model = _resolved_cost_model(config, given)
+    source = given["external_step_source"]
+    return ExternalParts(
+        source,
+        metadata_fn,
+        getattr(source, "rounds_per_step", 1),
+        cost_model=cost_model,
+        padding_cost=None if pack_fn is None else _padding_table(cost_model, config.seq_len),
+        pack_fn=pack_fn,
+        collate_fn=collate_fn,
+        algorithm=given["balancing_algorithm"],
+    )
+
+
+def _functions(config: DistributedDatasetConfig, given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Split, pack, collate and metadata."""
     split_fn, pack_fn, collate_fn, metadata_fn = (
         given[name] for name in ("split_fn", "pack_fn", "collate_fn", "metadata_fn")
     )
@@ -203,20 +273,16 @@ def _parts(dataset: Any, config: DistributedDatasetConfig, given: Mapping[str, A
         pack_fn = partial(pack_text, pad_token_id=config.pad_token_id)
         collate_fn = collate_fn or collate_text
         metadata_fn = partial(text_metadata, metadata_fn=metadata_fn)
-    return NativeParts(
-        dataset=dataset,
-        batch_sampler=given["batch_sampler"],
-        metadata_fn=metadata_fn,
-        metadata=given["metadata"],
-        cost_model=cost_model,
-        padding_cost=_padding_table(cost_model, config.seq_len) if pack_fn is not None else None,
-        split_fn=split_fn,
-        pack_fn=pack_fn if pack_fn is not None else _whole_record,
-        collate_fn=collate_fn,
-        algorithm=given["balancing_algorithm"],
-        num_workers=workers,
-        worker_options=options,
-    )
+    return split_fn, pack_fn, collate_fn, metadata_fn
+
+
+def _one_record_a_window(config: DistributedDatasetConfig, given: Mapping[str, Any]) -> bool:
+    """Whether each rank has one bin a window, and nothing counts but that window's slowest rank."""
+    sampler = given["batch_sampler"]
+    rounds = sampler.global_batch_size // sampler.global_micro_batch_size
+    one = config.local_batch_size == 1 and min(config.balance_window_size, rounds) == 1
+    carried = config.objective == "makespan" and rounds > 1
+    return one and not carried and given["balancing_algorithm"] is None
 
 
 def _resolved_cost_model(config: DistributedDatasetConfig, given: Mapping[str, Any]) -> CostModel | None:

@@ -30,6 +30,7 @@ from hp_nodes import (
     WindowSampler,
     WorkloadCost,
 )
+from hp_nodes.nodes.batch_layout import BatchLayout
 from hp_nodes.planning import BalancingAlgorithm
 from hp_nodes.samplers import BatchSampler
 from hp_nodes.transport import Transport
@@ -52,14 +53,24 @@ class NativeParts:
     pack_fn: Callable[[Sequence[Any], int], Any] | None = None
     collate_fn: Callable[[Sequence[Any]], Any] | None = None
     algorithm: BalancingAlgorithm | None = None
+    nothing_to_plan: bool = False
+    batch_spec: Any = None
     num_workers: int = 0
     worker_options: Mapping[str, Any] | None = None
 
 
 def native_graph(
-    parts: NativeParts, config: DistributedDatasetConfig, data: Transport, model: Transport
+    parts: NativeParts,
+    config: DistributedDatasetConfig,
+    data: Transport,
+    model: Transport,
+    tensors: Transport | None = None,
 ) -> BaseNode[MicroBatch]:
-    """The graph of a constructor, over its data-parallel and its model-parallel group."""
+    """The graph of a constructor, over its data-parallel and its model-parallel group.
+
+    Args:
+        tensors: of the model-parallel group, for the tensors of a micro-batch; None: ``model`` carries them too.
+    """
     windows: BaseNode[Window] = WindowSampler(parts.batch_sampler, config.balance_window_size)
     if parts.metadata is None:
         windows = _reader(windows, parts, config)
@@ -74,19 +85,48 @@ def native_graph(
         windows = _reader(windows, parts, config)
     size = config.local_batch_size
     windows = Packer(windows, parts.pack_fn, seq_len=config.seq_len, local_batch_size=size)
-    batches: BaseNode[MicroBatch] = Collator(windows, parts.collate_fn, local_batch_size=size)
+    collate_fn = parts.collate_fn if parts.batch_spec is None else _Fitting(parts.collate_fn, parts.batch_spec)
+    batches: BaseNode[MicroBatch] = Collator(windows, collate_fn, local_batch_size=size)
     batches = HostPrefetcher(batches, data, config.host_prefetch_depth)
     batches = DevicePrefetcher(batches, "cpu", 0)
-    batches = ModelParallelBroadcaster(batches, model, allow_pickle=config.allow_pickle)
+    batches = ModelParallelBroadcaster(
+        batches, model, parts.batch_spec, tensors=tensors, allow_pickle=config.allow_pickle
+    )
     return StepCheckpointer(batches)
 
 
 def peer_graph(
-    initial_state: Mapping[str, Any], config: DistributedDatasetConfig, model: Transport
+    initial_state: Mapping[str, Any],
+    config: DistributedDatasetConfig,
+    model: Transport,
+    tensors: Transport | None = None,
+    batch_spec: Any = None,
 ) -> BaseNode[MicroBatch]:
     """The graph of a model peer."""
-    received = ModelParallelBroadcaster(None, model, allow_pickle=config.allow_pickle, initial_state=initial_state)
+    received = ModelParallelBroadcaster(
+        None,
+        model,
+        batch_spec,
+        tensors=tensors,
+        allow_pickle=config.allow_pickle,
+        initial_state=initial_state,
+    )
     return StepCheckpointer(received)
+
+
+class _Fitting:
+    """A collate function whose batches fit their spec, so that one which does not is an error of the window: the same
+    on every rank, before any of it is delivered.
+    """
+
+    def __init__(self, collate_fn: Callable[[Sequence[Any]], Any] | None, spec: Any) -> None:
+        self._collate_fn = collate_fn
+        self._layout = BatchLayout(spec)
+
+    def __call__(self, bins: Sequence[Any]) -> Any:
+        data = tuple(bins) if self._collate_fn is None else self._collate_fn(bins)
+        self._layout.take_apart(data)
+        return data
 
 
 def _reader(windows: BaseNode[Window], parts: NativeParts, config: DistributedDatasetConfig) -> SampleReader:
@@ -114,4 +154,5 @@ def _planner(
         packing_budgets=config.packing_budgets,
         padding_cost=parts.padding_cost,
         broadcast_plan=config.broadcast_plan,
+        keep_reference=parts.nothing_to_plan,
     )
