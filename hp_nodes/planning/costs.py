@@ -74,7 +74,7 @@ def fit_cost_model(segments: Sequence[ArrayLike], seconds: ArrayLike) -> Polynom
             raise ValueError(f"observation {place} has segments {row.tolist()}; accepted: at least one number of tokens >= 0")
     design = np.array([[row.sum(), float((row * row).sum()), 1.0] for row in rows])
     per_token, per_token_squared = _non_negative(design, measured)[:2]
-    if per_token == 0 and per_token_squared == 0:
+    if (per_token == 0 and per_token_squared == 0) or (design == design[0]).all():
         raise ValueError("the measured seconds do not grow with tokens; observe micro-batches of different sizes")
     return PolynomialCostModel(float(per_token), float(per_token_squared))
 

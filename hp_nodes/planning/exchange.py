@@ -28,7 +28,7 @@ NEVER = np.iinfo(np.int64).max // 4
 IDLE = 3
 """Sweeps without an exchange before the search ends; partners differ from sweep to sweep."""
 MOST_PARTNERS = 64
-FEW_UNITS = 64
+FEW_UNITS = 16
 CHUNK = 1 << 18
 """Exchanges weighed at once; bounds the memory."""
 

@@ -38,6 +38,9 @@ KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
 LEARNT = 3
 """Times that levels are learnt anew from a packing."""
 MOST_TRIED = 10
+VERY_FAR = 0.02
+"""A plan this far from the bound (rows filled to the last token, say) is searched once more, thoroughly."""
+THOROUGH = Effort(sweeps=24, exchanges=200_000, thorough=24, worthwhile=0.02)
 RENUMBERED = 4
 """Ranks are numbered again after identical samples changed places, in windows of up to 1024 samples."""
 FAR = 0.008
@@ -72,6 +75,8 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
     for candidate in sorted(candidates, key=lambda candidate: candidate.value)[: _WIDTH[_small(instance)]]:
         packing = Packing(instance, candidate.bins)
         improve(packing, target, effort)
+        if _value(instance, packing.bins, objective) > bound.value * (1 + VERY_FAR) > 0:
+            improve(packing, target, THOROUGH)
         improved.append(_Candidate(_value(instance, packing.bins, objective), packing.bins))
         if improved[-1].value <= target:
             break
@@ -188,5 +193,5 @@ def _effort(instance: Instance) -> Effort:
     if _small(instance):
         return Effort(sweeps=20, exchanges=30_000, thorough=16)
     if instance.rounds == 1:
-        return Effort(sweeps=30, exchanges=40_000, thorough=20)
+        return Effort(sweeps=60, exchanges=40_000, thorough=50)
     return Effort(sweeps=10, exchanges=40_000, worthwhile=0.04)
