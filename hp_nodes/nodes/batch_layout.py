@@ -121,6 +121,8 @@ def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def tensor_of(data: NDArray[np.uint8], field: TensorFieldSpec, shape: tuple[int, ...]) -> Tensor:
     """The inverse of :func:`tensor_bytes`: a view of ``data``."""
+    if not len(data):  # numpy gives an empty slice a stride that torch takes for no row of bytes
+        return torch.empty(shape, dtype=field.dtype)
     return torch.from_numpy(data).view(field.dtype).view(shape)
 
 
