@@ -1,30 +1,41 @@
 """What a training loop iterates: a graph, its fingerprint, and the transports it holds.
 
-``for batch in loader`` gives micro-batch data; ``loader.last`` says where it stands. State is taken and given back
-towards the outside as one text, ``{"hp_nodes": ...}``, so that a distributed checkpoint neither merges nor drops parts
-of it. A loader of rank-scoped nodes has a key for each data rank instead.
+``for batch in loader`` gives micro-batch data; ``loader.last`` says where it stands. State is taken and given back as
+one short text, see :mod:`hp_nodes.state`.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torchdata.nodes import BaseNode
 
-from hp_nodes.nodes.graph import NODES_KEY, all_nodes, read_state, restore
+from hp_nodes.nodes.graph import all_nodes, node_names, read_state, restore
 from hp_nodes.nodes.graph_check import check_graph
+from hp_nodes.nodes.neighbours import settle
+from hp_nodes.nodes.sample_reader import SampleReader
 from hp_nodes.nodes.window_sampler import WindowSampler, begin_epoch, find_cursor
-from hp_nodes.plain import from_text, to_text
+from hp_nodes.state import (
+    RANKS_FIELD,
+    STATE_VERSION,
+    LoaderState,
+    agree,
+    differences,
+    has_rank_scope,
+    leaf_key,
+    leaves_of,
+    reshard,
+)
 from hp_nodes.transport import DataTopology, Transport
 from hp_nodes.types import BalanceReport, MicroBatch
 
 __all__ = ["STATE_VERSION", "DistributedDataLoader"]
 
-STATE_VERSION = 1
 logger = logging.getLogger("hp_nodes")
 
 
@@ -33,14 +44,19 @@ class DistributedDataLoader:
 
     Args:
         graph: the topmost node; gives micro-batches.
-        fingerprint: what a checkpoint must agree with, by name; default: what the graph's sampler says.
+        fingerprint: what a checkpoint must agree with beyond what the graph's nodes say of themselves (dataset length,
+            global batch size, sampler, seed): plain values by name, such as ``{"dataset_revision": "v3"}``. A model
+            peer, whose graph has no such nodes, is given what its constructor's loader has.
         transports: closed with the loader.
         topology: who this rank is; needed when a node's state is rank-scoped, or for ``log_balance``.
         length: micro-batches of an epoch; default: what the graph's sampler says.
         log_balance: one line at INFO for each step, on the first data rank's constructor.
+        state_scope: whether the state is the same on all ranks or its data rank's own; default: what the nodes say. A
+            model peer of a graph with nodes of rank scope is told here.
 
     Raises:
-        ValueError: a node stands where it would lose items, with the reason.
+        ValueError: a node stands where it would lose items, with the reason; or ``fingerprint`` says something else
+            than the graph.
     """
 
     def __init__(
@@ -52,20 +68,22 @@ class DistributedDataLoader:
         topology: DataTopology | None = None,
         length: int | None = None,
         log_balance: bool = False,
+        state_scope: Literal["global", "rank"] | None = None,
     ) -> None:
         check_graph(graph)
         self.graph = graph
         samplers = [node for node in all_nodes(graph) if isinstance(node, WindowSampler)]
-        if fingerprint is None:
-            fingerprint = samplers[0].fingerprint() if samplers else {}
-        self.fingerprint: dict[str, Any] = dict(fingerprint)
+        self.fingerprint: dict[str, Any] = _fingerprint(graph, fingerprint or {})
+        """What a checkpoint must agree with, by name."""
         self.last: MicroBatch | None = None
         """The micro-batch delivered last; None before the first."""
         self._transports = tuple(transports)
         self._length = length if length is not None else samplers[0].micro_batches_per_epoch if samplers else None
         self._logs = log_balance and topology is not None and topology.is_constructor and topology.data_rank == 0
-        self._key = self._scoped_key(topology)
+        self._topology = topology
+        self._data_rank = self._scope(state_scope)
         self._exhausted = False
+        self._resumed = False
         self._held = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -87,7 +105,7 @@ class DistributedDataLoader:
             self._exhausted, self._held = True, False
             raise StopIteration
         try:
-            batch = next(self.graph)
+            batch = self._next_batch()
         except StopIteration:
             self._exhausted = True
             raise
@@ -97,9 +115,22 @@ class DistributedDataLoader:
         if not isinstance(batch, MicroBatch):
             raise TypeError(f"the graph gave a {type(batch).__name__}; accepted: MicroBatch, as a Collator makes them")
         self.last = batch
+        self._resumed = False
         if self._logs and batch.ends_step and batch.report is not None:
             logger.info("epoch %d step %d: %s", batch.epoch, batch.step, balance_line(batch.report))
         return batch.data
+
+    def _next_batch(self) -> Any:
+        try:
+            return next(self.graph)
+        except StopIteration:
+            if not self._resumed or find_cursor(read_state(self.graph)) is not None:
+                raise
+        # A source that does not say in which epoch it stands was saved at its end: what is left of that epoch is
+        # nothing, and what was asked for is the next one.
+        self._resumed = False
+        self.graph.reset(None)
+        return next(self.graph)
 
     def __len__(self) -> int:
         """Micro-batches of an epoch on this rank.
@@ -147,56 +178,83 @@ class DistributedDataLoader:
         Raises:
             ValueError: a node's state holds something that is no plain value.
         """
-        state = {"version": STATE_VERSION, "fingerprint": self.fingerprint, "nodes": read_state(self.graph)}
-        return {self._key: to_text(state)}
+        return {leaf_key(self._data_rank): LoaderState(self.fingerprint, read_state(self.graph)).to_text()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; before iterating or in the middle of it.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on from a state; before iterating or in the middle of it. Reads nothing and replays nothing.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave. Where nodes keep state of their own rank, on another number of
+                data ranks: the leaves of all ranks in one dict.
+            strict: False accepts, with a warning, a fingerprint that differs where no record of the epoch in progress
+                is lost or repeated (see :func:`hp_nodes.state.agree`), and drops entries of nodes that are not there.
 
         Raises:
-            ValueError: it is no state, or it belongs to other data: every differing field is named, old and new.
+            ValueError: it is no state, or it belongs to other data: every differing field is named, saved and now. The
+                loader then stands where it stood, or at its last step boundary when it was a node that refused.
         """
-        state = self._parsed(state_dict)
-        self._check_fingerprint(state["fingerprint"])
-        restore(self.graph, state["nodes"])
-        self._exhausted = self._held = False
-
-    def _scoped_key(self, topology: DataTopology | None) -> str:
-        """One key for all ranks; where a node's state is its rank's own, one a data rank."""
-        scoped = any(getattr(node, "state_scope", "rank") == "rank" for node in all_nodes(self.graph))
-        if not scoped or topology is None or topology.data_parallel_size == 1:
-            return NODES_KEY
-        self.fingerprint["data_parallel_size"] = topology.data_parallel_size
-        return f"{NODES_KEY}_rank_{topology.data_rank}"
-
-    def _parsed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(state_dict, Mapping) or self._key not in state_dict:
-            found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ValueError(
-                f"this is no state of the loader: it has {found}; accepted: a dict with the key {self._key!r}"
-            )
-        text = state_dict[self._key]
+        state = self._mine(leaves_of(state_dict))
+        if not self.fingerprint:  # a model peer that was told nothing takes over what its constructor says
+            self.fingerprint = dict(state.fingerprint)
+        ranks = None if self._topology is None else self._topology.data_parallel_size
+        entries, accepted = agree(state, self.fingerprint, strict=strict, data_ranks=ranks)
+        if not strict:
+            accepted += self._drop_unknown(entries)
+        if accepted:
+            warnings.warn(f"the state was accepted though it differs: {'; '.join(accepted)}", stacklevel=2)
+        before = read_state(self.graph)
         try:
-            state = from_text(text) if isinstance(text, str) else text
-            complete = {"version", "fingerprint", "nodes"} <= set(state)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"the state under {self._key!r} cannot be read: {error}") from error
-        if not complete:
-            raise ValueError(
-                f"the state under {self._key!r} has {sorted(state)}; it needs version, fingerprint and nodes"
-            )
-        if state["version"] != STATE_VERSION:
-            raise ValueError(f"the state has version {state['version']!r}; this release reads version {STATE_VERSION}")
-        return dict(state)
+            restore(self.graph, entries)
+        except BaseException:
+            restore(self.graph, before)
+            raise
+        self._exhausted = self._held = False
+        self._resumed = True
 
-    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
-        names = sorted(set(saved) | set(self.fingerprint))
-        apart = [name for name in names if saved.get(name) != self.fingerprint.get(name)]
-        if apart:
-            lines = "; ".join(
-                f"{name}: saved {saved.get(name)!r}, now {self.fingerprint.get(name)!r}" for name in apart
+    def _scope(self, told: str | None) -> int | None:
+        """The data rank whose own the state is; None where all ranks share it."""
+        scoped = has_rank_scope(self.graph) if told is None else told == "rank"
+        if not scoped or self._topology is None:
+            return None
+        self.fingerprint[RANKS_FIELD] = self._topology.data_parallel_size
+        return self._topology.data_rank if self._topology.data_parallel_size > 1 else None
+
+    def _mine(self, leaves: Mapping[int | None, Any]) -> LoaderState:
+        """The state for this data rank, made anew from all of them where their number has changed."""
+        first = next(iter(leaves))
+        mine = leaves.get(self._data_rank, leaves[first])
+        state = LoaderState.from_text(mine, leaf_key(self._data_rank if self._data_rank in leaves else first))
+        saved_on = state.fingerprint.get(RANKS_FIELD, 1)
+        topology = self._topology
+        if RANKS_FIELD not in self.fingerprint or topology is None or saved_on == topology.data_parallel_size:
+            if self._data_rank not in leaves:
+                raise ValueError(
+                    f"this is no state of the loader: it has {[leaf_key(rank) for rank in leaves]}; accepted: a dict "
+                    f"with the key {leaf_key(self._data_rank)!r}"
+                )
+            return state
+        if len(leaves) != saved_on:
+            return state  # its fingerprint says on how many ranks it was saved
+        if len(topology.model_parallel_ranks) > 1:
+            raise ValueError(
+                f"the state is from {saved_on} data ranks, not {topology.data_parallel_size}; accepted where nodes "
+                "keep state of their own rank and there are model peers: the same number"
             )
-            raise ValueError(f"the state belongs to other data: {lines}")
+        states = [LoaderState.from_text(leaves[rank], leaf_key(rank)) for rank in sorted(leaves, key=lambda r: r or 0)]
+        for other in states[1:]:
+            if differences(states[0].fingerprint, other.fingerprint):
+                raise ValueError("the leaves of the data ranks belong to different data; accepted: those of one save")
+        entries = reshard(self.graph, states, topology.data_rank, topology.data_parallel_size)
+        return LoaderState({**state.fingerprint, RANKS_FIELD: topology.data_parallel_size}, entries)
+
+    def _drop_unknown(self, entries: dict[str, Any]) -> list[str]:
+        """Take out entries of nodes that are not there; a model peer keeps what its constructor's nodes say."""
+        if self._topology is not None and not self._topology.is_constructor:
+            return []
+        unknown = sorted(set(entries) - set(node_names(self.graph).values()))
+        for name in unknown:
+            del entries[name]
+        return [f"there is no node {name!r}, whose entry was dropped" for name in unknown]
 
     # ---- end
 
@@ -214,6 +272,7 @@ class DistributedDataLoader:
                 close(error)
             elif close is not None:
                 close()
+            settle(node)
         self._finalizer()
 
     def __enter__(self) -> DistributedDataLoader:
@@ -234,6 +293,24 @@ def balance_line(report: BalanceReport) -> str:
         f"({report.bytes_received} B); skipped {report.skipped}, dropped {report.dropped}; "
         f"planned in {plan.seconds:.3f} s"
     )
+
+
+def _fingerprint(graph: BaseNode[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the nodes of a graph say of their data, and what was given besides."""
+    found: dict[str, Any] = {}
+    for node in all_nodes(graph):
+        if isinstance(node, SampleReader):
+            if hasattr(node.dataset, "__len__"):
+                found["dataset_length"] = len(node.dataset)
+            found["seed"] = node.seed
+        fingerprint = getattr(node, "fingerprint", None)
+        if callable(fingerprint):
+            found.update(fingerprint())
+    unlike = [name for name in given if name in found and given[name] != found[name]]
+    if unlike:
+        name = unlike[0]
+        raise ValueError(f"fingerprint {name!r} is {given[name]!r}, but the graph says {found[name]!r}")
+    return {**found, **given}
 
 
 def _close_transports(transports: Sequence[Transport]) -> None:

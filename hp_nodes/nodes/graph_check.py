@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher, Unbatcher
+from torchdata.nodes import BaseNode
 
-from hp_nodes.nodes.graph import all_nodes, node_names, sources
+from hp_nodes.nodes.graph import all_nodes, node_names, read_state, restore, sources
+from hp_nodes.nodes.neighbours import refusal, runs_ahead
 
 __all__ = ["check_graph", "describe", "peek"]
 
-_REFUSED = (Prefetcher, ParallelMapper, PinMemory, Unbatcher)
-
 
 def check_graph(root: BaseNode[Any]) -> None:
-    """Refuse torchdata's own threaded nodes above a node that communicates.
+    """Refuse torchdata's own nodes where a resume would not be exact: threaded ones above a node that communicates, and
+    those that do so anywhere.
 
     Raises:
         ValueError: with the node and the reason.
     """
     names = node_names(root)
     for node in all_nodes(root):
-        if not isinstance(node, _REFUSED):
+        reason = refusal(node)
+        if reason is not None:
+            raise ValueError(f"node {names[id(node)]}: torchdata's {reason}")
+        if not runs_ahead(node):
             continue
         below = [names[id(other)] for other in all_nodes(node) if getattr(other, "communicates", False)]
         if below:
@@ -73,8 +76,8 @@ def peek(graph: BaseNode[Any], after: str) -> Any:
     if busy:
         raise RuntimeError(f"{busy[0]} is reading ahead in a thread; close it, or peek before iterating")
     node = found[0]
-    state = node.state_dict()
+    entries = read_state(node)
     try:
         return next(node)
     finally:
-        node.reset(state)
+        restore(node, entries)

@@ -71,8 +71,6 @@ class Stage(BaseNode[T]):
         if self.source is None:
             if entries:
                 raise ValueError(f"the state has entries {sorted(entries)}, but this graph has no such node")
-        elif entries is None:
-            self.source.reset(None)
         else:
             restore(self.source, entries)
         self.restore_own(own)

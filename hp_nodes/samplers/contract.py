@@ -7,12 +7,13 @@ with ``{"epoch", "consumed_samples"}`` and nothing else.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["BatchSampler", "check_batch_sampler", "int_at_least", "sampler_fingerprint"]
+__all__ = ["BatchSampler", "check_batch_sampler", "int_at_least", "layouts_that_divide", "sampler_fingerprint"]
 
 
 class BatchSampler(Protocol):
@@ -71,6 +72,43 @@ def int_at_least(name: str, value: object, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
         raise ValueError(f"{name} is {value!r}; accepted: an int >= {minimum}")
     return int(value)
+
+
+def layouts_that_divide(global_batch_size: int, micro_batch_size: int | None, dp_world_size: int) -> str:
+    """In words: which micro-batch sizes on so many ranks, and which numbers of ranks with that micro-batch size, divide
+    a global batch.
+
+    Args:
+        micro_batch_size: None says only which would do on ``dp_world_size`` ranks, or which numbers of ranks at all.
+    """
+    sizes = _divisors(global_batch_size // dp_world_size) if global_batch_size % dp_world_size == 0 else []
+    parts = [f"micro_batch_size {_listed(sizes)} on {dp_world_size} ranks"] if sizes else []
+    each = 1 if micro_batch_size is None else micro_batch_size
+    ranks = _divisors(global_batch_size // each) if global_batch_size % each == 0 else []
+    if ranks and (micro_batch_size is not None or not sizes):
+        parts.append(f"micro_batch_size {each} on {_listed(ranks)} ranks")
+    return (
+        f"a global batch of {global_batch_size} can be divided with {' or with '.join(parts)}"
+        if parts
+        else (
+            f"no number of ranks divides a global batch of {global_batch_size} with micro_batch_size {each}, and no "
+            f"micro_batch_size divides it on {dp_world_size} ranks"
+        )
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = (
+        [str(number) for number in numbers]
+        if len(numbers) <= 12
+        else [*map(str, numbers[:10]), "...", str(numbers[-1])]
+    )
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
 def check_batch_sampler(sampler: BatchSampler, *, micro_batch_size: int, dp_rank: int, dp_world_size: int) -> None:
