@@ -2,8 +2,10 @@
 
 Takes windows with keys, gives them with samples. Before the Planner it reads what this rank's sampler chose; behind the
 Planner it reads what the plan gave this rank, so that nothing has to be exchanged. Each occurrence is read once.
-Without workers nothing is read ahead; with them windows are taken from the source ahead, each paired with the state the
-source had after it, so a resume is exact either way.
+Without workers nothing is read ahead; with them ``prefetch_factor`` windows are taken from the source ahead, however
+many workers there are, each paired with the state the source had after it, so a resume is exact either way. How far it
+runs ahead follows from what was consumed alone: behind a Planner all ranks must give the same ``prefetch_factor``, and
+all of them workers or none.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import failing_at
-from hp_nodes.nodes.read_workers import ReadError, ReadWorkers
+from hp_nodes.nodes.read_workers import ReadError, ReadWorkers, read_batch
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.randomness import occurrence
 from hp_nodes.types import SampleKey, Window
@@ -34,10 +36,14 @@ class SampleReader(Stage[Window]):
         seed: of per-sample randomness, see :func:`hp_nodes.sample_rng`.
         worker_options: arguments of torch's DataLoader that change how workers read: ``prefetch_factor``,
             ``persistent_workers``, ``multiprocessing_context``, ``timeout``, ``worker_init_fn``, ``pin_memory``.
+        batched_reads: read with ``dataset.__getitems__(indices)``, a window at a time here and a chunk in a worker. For
+            datasets without randomness: there is no :func:`hp_nodes.sample_rng` in such a read.
 
     Raises:
-        ValueError: the dataset has no ``__getitem__``, or ``num_workers`` is no int >= 0.
+        ValueError: the dataset has no ``__getitem__`` (or no ``__getitems__`` for batched reads), or ``num_workers`` is
+            no int >= 0.
         IndexError: (on ``next``) an index outside the dataset, which it names.
+        RuntimeError: (on ``next``) a worker process died, which it names, or took longer than ``timeout``.
     """
 
     def __init__(
@@ -48,16 +54,22 @@ class SampleReader(Stage[Window]):
         num_workers: int = 0,
         seed: int = 0,
         worker_options: Mapping[str, Any] | None = None,
+        batched_reads: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(source, name=name)
         if not hasattr(dataset, "__getitem__"):
             raise ValueError(f"the dataset is a {type(dataset).__name__}; accepted: anything with __getitem__(index)")
+        if batched_reads and not hasattr(dataset, "__getitems__"):
+            raise ValueError(
+                f"the dataset is a {type(dataset).__name__}; accepted for batched_reads: one with __getitems__(indices)"
+            )
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers is {num_workers!r}; accepted: an int >= 0")
         self.dataset = dataset
         self.num_workers = num_workers
         self.seed = seed
+        self.batched_reads = batched_reads
         self._options = dict(worker_options or {})
         self._length = len(dataset) if hasattr(dataset, "__len__") else None
         self._workers: ReadWorkers | None = None
@@ -89,30 +101,51 @@ class SampleReader(Stage[Window]):
             self._workers = None
 
     def _read(self, window: Window) -> list[Any]:
+        keys = _keys_to_read(window)
         samples: list[Any] = []
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
-            for key in _keys_to_read(window):
+            for key in keys:
                 place.at(key)
                 self._check_index(key)
-                with occurrence(self.seed, window.epoch, key.position):
-                    samples.append(self.dataset[key.index])
+                if not self.batched_reads:
+                    with occurrence(self.seed, window.epoch, key.position):
+                        samples.append(self.dataset[key.index])
+            if self.batched_reads:
+                place.at(None)
+                samples = read_batch(self.dataset, keys)
         return samples
 
     def _from_workers(self) -> Window:
         if self._workers is None:
-            self._workers = ReadWorkers(self.dataset, self._take, self.num_workers, self.seed, self._options)
+            self._workers = ReadWorkers(
+                self.dataset, self._take, self.num_workers, self.seed, self.batched_reads, self._options
+            )
         if self._end is not None and not self._taken:
             raise self._end
-        with failing_at(self.name):
-            read = self._workers.window()
-        if read is None:
-            assert self._end is not None
-            raise self._end
-        window, self._paired = self._taken.popleft()
-        samples, failure = read
-        if failure is not None:
-            with failing_at(self.name, epoch=window.epoch, step=window.step, key=failure.key):
-                raise _raised_again(failure)
+        workers = self._workers
+        try:
+            reading = self._taken[0][0] if self._taken else None
+            with (
+                failing_at(self.name)
+                if reading is None
+                else failing_at(self.name, epoch=reading.epoch, step=reading.step)
+            ):
+                read = workers.window()
+            if read is None:
+                assert self._end is not None
+                raise self._end
+            window, after = self._taken.popleft()
+            samples, failure = read
+            if failure is not None:
+                with failing_at(self.name, epoch=window.epoch, step=window.step, key=failure.key):
+                    raise _raised_again(failure)
+        except BaseException as error:
+            # Whatever is still on its way belongs to windows that will not be given.
+            self._end = error
+            self._taken.clear()
+            workers.stop()
+            raise
+        self._paired = after
         return self._filled(window, samples)
 
     def _take(self) -> tuple[int, Sequence[SampleKey]] | None:
