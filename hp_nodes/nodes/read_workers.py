@@ -12,6 +12,7 @@ import contextlib
 import signal
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,13 +124,14 @@ def _read_error(key: SampleKey, error: BaseException) -> ReadError:
 
 
 class _Feed(Sampler[_Chunk]):
-    """Gives the DataLoader its next chunk whenever it has room for one."""
+    """Gives the DataLoader its next chunk whenever it has room for one. Knows its owner only as long as others do."""
 
-    def __init__(self, next_chunks: Callable[[], Sequence[_Chunk] | None]) -> None:
-        self._next_chunks = next_chunks
+    def __init__(self, owner: ReadWorkers) -> None:
+        self._owner = weakref.ref(owner)
 
     def __iter__(self) -> Iterator[_Chunk]:
-        while (chunks := self._next_chunks()) is not None:
+        while (owner := self._owner()) is not None and (chunks := owner.next_chunks()) is not None:
+            del owner
             yield from chunks
 
 
@@ -163,15 +165,18 @@ class ReadWorkers:
         self._codec = Codec(allow_pickle=True)
         self._loader: DataLoader[Any] = DataLoader(
             _ChunkReader(dataset, seed, batched),
-            sampler=_Feed(self._next_chunks),
+            sampler=_Feed(self),
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_unchanged,
             generator=torch.Generator(),
             **{name: value for name, value in options.items() if name != "in_order"},
         )
-        self._running: Iterator[Any] | None = None
         self._waiting = False
+        self._running: list[Any] = []
+        """torch's iterator while there is one. A finalizer holds it too: collected in a cycle together with its queues
+        it could no longer tell its workers to end, and would wait 5 s for each."""
+        weakref.finalize(self, self._running.clear).atexit = False
 
     def window(self) -> tuple[list[Any], ReadError | None] | None:
         """Samples of the next window, up to a read that failed; None when ``next_keys`` has no more.
@@ -180,13 +185,14 @@ class ReadWorkers:
             WorkerDiedError: a worker process is gone; found within torch's poll of 5 s.
             RuntimeError: a chunk took longer than the ``timeout`` among the options.
         """
-        if self._running is None:
-            self._running = iter(self._loader)
+        if not self._running:
+            self._running.append(iter(self._loader))
+        running = self._running[0]
         samples: list[Any] = []
         for number in range(self._num_workers):
-            chunk = self._next_result(self._running)
+            chunk = self._next_result(running)
             if chunk is None:
-                self._running = None
+                self._running.clear()
                 assert number == 0
                 return None
             if isinstance(chunk, ReadError):
@@ -195,7 +201,7 @@ class ReadWorkers:
         return samples, None
 
     def _next_result(self, running: Iterator[Any]) -> Any:
-        processes = list(getattr(running, "_workers", ()))
+        processes = _processes(running)
         self._waiting = True
         try:
             return next(running, None)
@@ -213,25 +219,41 @@ class ReadWorkers:
 
     def stop(self) -> None:
         """Forget what is on its way. Workers end, or wait for the next window when they are persistent."""
-        self._running = None
+        if not self._loader.persistent_workers:
+            self._end()
+        self._running.clear()
 
     def close(self) -> None:
         """End the workers. Those that another thread is waiting for are terminated, which that thread is told."""
         if sys.is_finalizing():
             return
-        running, self._running = self._running, None
         if self._waiting:
-            for process in list(getattr(running, "_workers", ())):
+            for process in [process for running in self._running for process in _processes(running)]:
                 process.terminate()
+        else:
+            self._end()
+        self._running.clear()
         self._loader._iterator = None  # where torch keeps persistent workers
 
-    def _next_chunks(self) -> list[_Chunk] | None:
+    def _end(self) -> None:
+        # An iterator that is only let go of may live on in a traceback, and its workers with it.
+        for running in [*self._running, self._loader._iterator]:
+            shutdown = getattr(running, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+
+    def next_chunks(self) -> list[_Chunk] | None:
+        """The next window, cut into one chunk for each worker."""
         following = self._next_keys()
         if following is None:
             return None
         epoch, keys = following
         size = -(-len(keys) // self._num_workers)
         return [_Chunk(epoch, list(keys[k * size : (k + 1) * size])) for k in range(self._num_workers)]
+
+
+def _processes(running: Any) -> list[Any]:
+    return list(getattr(running, "_workers", ()))
 
 
 def _how_it_ended(exitcode: int) -> str:

@@ -143,7 +143,8 @@ class SampleReader(Stage[Window]):
             # Whatever is still on its way belongs to windows that will not be given.
             self._end = error
             self._taken.clear()
-            workers.stop()
+            if not isinstance(error, StopIteration):
+                workers.close()
             raise
         self._paired = after
         return self._filled(window, samples)

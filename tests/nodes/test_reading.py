@@ -234,7 +234,7 @@ def test_a_killed_worker_is_one_error_on_every_rank() -> None:
 
 class Sleepy(Documents):
     def __getitem__(self, index: int) -> Any:
-        time.sleep(2.0)
+        time.sleep(0.6)
         return super().__getitem__(index)
 
 
@@ -244,6 +244,32 @@ def test_a_worker_that_takes_too_long_is_an_error_that_comes_again() -> None:
         with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
             next(reader)
     reader.close()
+
+
+class Stuck(Documents):
+    """The storage stops answering at record 32."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 32:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_an_error_in_the_loop_does_not_wait_for_a_read_that_hangs() -> None:
+    before = children()
+    scene = Scene(dataset=Stuck(), workers=1, order="sequential", split=False)
+
+    def run(mesh: Any) -> None:
+        with scene.loader(mesh) as loader:
+            for _ in loader:
+                if loader.last.step == 1 and loader.last.ends_step:
+                    raise FloatingPointError("loss is NaN")
+
+    start = time.monotonic()
+    with pytest.raises(FloatingPointError):
+        run_ranks({"dp": 1}, run)
+    assert time.monotonic() - start < 10
+    nothing_is_left(before)
 
 
 class Unsendable(Documents):
