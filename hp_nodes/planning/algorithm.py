@@ -42,5 +42,7 @@ def score(algorithm: BalancingAlgorithm, loads: NDArray[np.float64]) -> float:
     value: Any = algorithm.objective(loads)
     number = float(value)
     if not np.isfinite(number):
-        raise ValueError(f"{type(algorithm).__name__}.objective gave {value!r}; accepted: a finite number, lower is better")
+        raise ValueError(
+            f"{type(algorithm).__name__}.objective gave {value!r}; accepted: a finite number, lower is better"
+        )
     return number

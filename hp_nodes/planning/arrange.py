@@ -1,8 +1,9 @@
 """Gives finished micro-batches their ranks and rounds so that fewest bytes change rank, at no cost to the objective.
 
-Which rank takes which micro-batch of a round is free, and so is which of several identical samples goes where. A rank keeps
-the bytes that it holds already: the micro-batch and rank with most bytes in common are matched first (each matching that
-is best for both sides at once, so few passes suffice), then pairs are exchanged while that keeps more. Up to
+Which rank takes which micro-batch of a round is free, and so is which of several identical samples goes where. A rank
+keeps
+the bytes that it holds already: the micro-batch and rank with most bytes in common are matched first (each matching
+that is best for both sides at once, so few passes suffice), then pairs are exchanged while that keeps more. Up to
 ``EXACT_RANKS`` ranks all permutations are compared instead. The assignment problem: Kuhn (1955).
 """
 
@@ -59,7 +60,7 @@ def sort_rounds_of_ranks(instance: Instance, bins: NDArray[np.int32]) -> NDArray
 
 
 def keep_identical(instance: Instance, bins: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Among samples alike in tokens, cost and budgets, those stay that are on the right rank already, large ones first."""
+    """Among samples alike in tokens, cost and budgets, those on the right rank already stay, large ones first."""
     if instance.reference is None:
         return bins
     samples, kind = _alike(instance)
@@ -85,7 +86,7 @@ def keep_identical(instance: Instance, bins: NDArray[np.int32]) -> NDArray[np.in
     stays = seat < np.searchsorted(goal, origin, side="right")
     free = np.ones(len(places), np.bool_)
     free[seat[stays]] = False
-    kept = bins.copy()
+    kept: NDArray[np.int32] = bins.copy()
     kept[samples[stays]] = places[seat[stays]]
     # The rest of each kind takes what is left to that kind: both sides are still sorted by it.
     kept[samples[~stays]] = places[free]
@@ -132,9 +133,7 @@ def _seats(
     return rank
 
 
-def _held(
-    instance: Instance, bins: NDArray[np.int32]
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _held(instance: Instance, bins: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Bytes of each unit that each rank holds now: unit, rank, bytes; only where there are any."""
     assert instance.reference is not None
     pair = (bins // instance.slots).astype(np.int64) * instance.ranks
@@ -197,8 +196,8 @@ def _seat_few(
 ) -> None:
     """The same with a full table of bytes for each group; exact for few ranks, otherwise improved by exchanges."""
     groups, width = ranks.shape
-    members = np.flatnonzero(group >= 0)
-    members = members[np.argsort(group[members], kind="stable")].reshape(groups, width)
+    used = np.flatnonzero(group >= 0)
+    members = used[np.argsort(group[used], kind="stable")].reshape(groups, width)
     row = np.empty(len(group), np.int64)
     row[members] = np.arange(width)
     column = np.full(int(max(ranks.max(), origin.max(initial=0))) + 1, -1, np.int64)

@@ -119,7 +119,9 @@ def _feed_forward(fields: Mapping[str, Any], layers: int) -> int:
     if kinds is None:
         kinds = ["dense"] * layers
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise ValueError(f"model_config field 'mlp_layer_types' is {kinds!r}; accepted: {layers} of 'dense' and 'sparse'")
+        raise ValueError(
+            f"model_config field 'mlp_layer_types' is {kinds!r}; accepted: {layers} of 'dense' and 'sparse'"
+        )
     dense, sparse = kinds.count("dense"), kinds.count("sparse")
     total = dense * 6 * hidden * _dimension(fields, "intermediate_size") if dense else 0
     if sparse:

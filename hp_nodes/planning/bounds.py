@@ -1,27 +1,31 @@
 """Lower bounds: no plan can be better. Tests compare each with exhaustive search.
 
-Notation: ``R`` ranks, ``W`` rounds, ``q`` bins a micro-batch, ``C`` tokens a bin; samples of ``t`` tokens and cost ``c``;
-``T`` the cost of all samples and, with a price for padding, the least padding that any plan pays.
+Notation: ``R`` ranks, ``W`` rounds, ``q`` bins a micro-batch, ``C`` tokens a bin; samples of ``t`` tokens and cost
+``c``; ``T`` the cost of all samples and, with a price for padding, the least padding that any plan pays.
 
 * **Work.** ``lockstep >= T / R`` and ``makespan >= (T + initial loads) / R``: the mean over ranks of what is carried.
   Loads are multiples of the costs' greatest common divisor, so the bound is rounded up to one.
 * **Largest sample.** One micro-batch holds it: ``lockstep, makespan >= c_max``.
-* **Levels.** ``floor[w]`` bounds the slowest micro-batch of round ``w`` (rounds in descending order of it). A bin holds at
-  most ``k`` samples of more than ``C / (k + 1)`` tokens, so ``w * R`` micro-batches at most ``w * R * q * k`` of them: the
-  next in descending cost lies in a further micro-batch. Pigeonhole; for k = 1 it is the argument behind the bound L2 of
-  Martello and Toth (1990). Without counting bins it would be no bound: costs 10, 5, 5, 1 on 2 ranks * 2 rounds take 11.
-* **Reach.** ``reach[w]``: no ``(w + 1) * R`` micro-batches can carry more, because of their tokens alone. It is the smaller of
-  (a) the fractional knapsack of Dantzig (1957), the densest ``(w + 1) * R * q * C`` tokens, and (b) the ``(w + 1) * R * q`` largest
-  values of ``c + (C - t) * density(min(t, C - t))``, where ``density(s)`` is the highest cost per token of samples with at
-  most ``s`` tokens: what a bin can hold whose longest sample is this one.
-* **Water filling.** Rounds that must be as high as ``floor`` carry at most ``reach`` together; what is left, spread evenly, is
-  added on top: ``lockstep >= sum(floor) + (T - filled) / R`` with ``filled[w] = min(filled[w - 1] + R * floor[w], reach[w])``.
+* **Levels.** ``floor[w]`` bounds the slowest micro-batch of round ``w`` (rounds in descending order of it). A bin holds
+  at most ``k`` samples of more than ``C / (k + 1)`` tokens, so ``w * R`` micro-batches at most ``w * R * q * k`` of
+  them: the next in descending cost lies in a further micro-batch. Pigeonhole; for k = 1 it is the argument behind the
+  bound L2 of Martello and Toth (1990). Without counting bins it would be no bound: costs 10, 5, 5, 1 on 2 ranks * 2
+  rounds take 11.
+* **Reach.** ``reach[w]``: no ``(w + 1) * R`` micro-batches can carry more, because of their tokens alone. It is the
+  smaller of (a) the fractional knapsack of Dantzig (1957), the densest ``(w + 1) * R * q * C`` tokens, and (b) the ``(w
+  + 1) * R * q`` largest values of ``c + (C - t) * density(min(t, C - t))``, where ``density(s)`` is the highest cost
+  per token of samples with at most ``s`` tokens: what a bin can hold whose longest sample is this one.
+* **Water filling.** Rounds that must be as high as ``floor`` carry at most ``reach`` together; what is left, spread
+  evenly, is
+  added on top: ``lockstep >= sum(floor) + (T - filled) / R`` with ``filled[w] = min(filled[w - 1] + R * floor[w],
+  reach[w])``.
 * **Balance.** One rank carries at least ``c_max``, the others at best share the rest evenly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,10 +130,10 @@ def _reach(instance: Instance, work: int) -> NDArray[np.float64]:
     company = np.searchsorted(tokens, np.minimum(tokens, capacity - tokens), side="right") - 1
     value = costs + np.where(company >= 0, (capacity - tokens) * best_density[np.maximum(company, 0)], 0.0)
     longest = np.cumsum(largest_first(value, int(bins[-1])))
-    return np.minimum(knapsack, longest[np.minimum(bins, len(longest)) - 1])
+    return np.asarray(np.minimum(knapsack, longest[np.minimum(bins, len(longest)) - 1]))
 
 
-def largest_first(values: NDArray[np.float64] | NDArray[np.int64], count: int) -> NDArray[np.float64]:
+def largest_first(values: NDArray[Any], count: int) -> NDArray[np.float64]:
     """The ``count`` largest values in descending order, or all there are."""
     if count < len(values):
         values = -np.partition(-values, count - 1)[:count]

@@ -19,6 +19,8 @@ __all__ = ["construct"]
 
 WAVES = 80
 """About how many waves there are; more are finer, and slower."""
+FEW_SAMPLES = 1024
+"""Up to this many samples half the waves are fine enough."""
 ALIKE = 0.9
 """A wave reaches down to this part of the densest need."""
 LEAST_SHARE = 50
@@ -51,7 +53,8 @@ class _Construction:
         if oversized.any():
             self._place_alone(order[oversized])
             order = order[~oversized]
-        wave = min(max(len(order) // WAVES, instance.units // 16, 1), instance.units)
+        waves = WAVES if len(order) > FEW_SAMPLES else WAVES // 2
+        wave = min(max(len(order) // waves, instance.units // 16, 1), instance.units)
         place, waiting = 0, order[:0]
         while place < len(order) or len(waiting):
             remaining = len(order) - place + len(waiting)
@@ -66,7 +69,11 @@ class _Construction:
                 continue
             chosen = chosen[: remaining - self.num_empty]
             taken = max(min(len(chosen) - len(waiting), len(order) - place), 0)
-            batch = np.concatenate([waiting[: len(chosen)], order[place : place + taken]]) if len(waiting) else order[place : place + taken]
+            batch = (
+                np.concatenate([waiting[: len(chosen)], order[place : place + taken]])
+                if len(waiting)
+                else order[place : place + taken]
+            )
             waiting, place = waiting[len(chosen) :], place + taken
             waiting = np.concatenate([self._place(batch, chosen[: len(batch)]), waiting])
         nowhere = np.concatenate(self.nowhere) if self.nowhere else order[:0]
@@ -86,7 +93,9 @@ class _Construction:
         order = np.argsort(-density, kind="stable")
         if len(order) <= wave:
             return units[order]
-        alike = int(np.searchsorted(-density[order], -ALIKE * density[order[0]], side="right")) if enough.any() else wave
+        alike = (
+            int(np.searchsorted(-density[order], -ALIKE * density[order[0]], side="right")) if enough.any() else wave
+        )
         return units[order[: max(alike, wave)]]
 
     def _place(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -100,13 +109,13 @@ class _Construction:
 
     def _best_fit(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         tokens = self.instance.tokens[batch]
-        fits = self.room[units] >= tokens[:, None]
+        fits: NDArray[np.bool_] = self.room[units] >= tokens[:, None]
         if self.left.shape[2]:
             fits &= (self.left[units] >= self.instance.needs[batch][:, None, :]).all(axis=2)
         if self.instance.slots == 1:
             return np.zeros(len(batch), np.intp), fits[:, 0]
         room = np.where(fits, self.room[units], np.iinfo(np.int64).max)
-        return room.argmin(axis=1), fits.any(axis=1)
+        return room.argmin(axis=1), np.asarray(fits.any(axis=1))
 
     def _place_roomiest(self, failed: NDArray[np.intp], progress: bool) -> NDArray[np.intp]:
         """The longest sample to the micro-batch with most room, and so on; returns those that may fit later."""
@@ -120,7 +129,7 @@ class _Construction:
         if not (progress or fits.any()):
             hopeless[:1] = True
         self.nowhere.append(rest[hopeless])
-        return rest[~hopeless]
+        return np.asarray(rest[~hopeless])
 
     def _put(self, batch: NDArray[np.intp], units: NDArray[np.intp], slots: NDArray[np.intp]) -> None:
         instance = self.instance

@@ -65,13 +65,17 @@ def fit_cost_model(segments: Sequence[ArrayLike], seconds: ArrayLike) -> Polynom
     """
     measured = np.asarray(seconds, np.float64)
     if measured.ndim != 1 or len(measured) != len(segments) or len(measured) < 2:
-        raise ValueError(f"{len(segments)} observations and seconds of shape {measured.shape}; accepted: as many, at least 2")
+        raise ValueError(
+            f"{len(segments)} observations and seconds of shape {measured.shape}; accepted: as many, at least 2"
+        )
     if not (np.isfinite(measured) & (measured > 0)).all():
         raise ValueError(f"seconds must be finite and above 0; given {measured.tolist()[:8]}")
     rows = [np.atleast_1d(np.asarray(tokens, np.float64)) for tokens in segments]
     for place, row in enumerate(rows):
         if row.ndim != 1 or not row.size or not (np.isfinite(row) & (row >= 0)).all():
-            raise ValueError(f"observation {place} has segments {row.tolist()}; accepted: at least one number of tokens >= 0")
+            raise ValueError(
+                f"observation {place} has segments {row.tolist()}; accepted: at least one number of tokens >= 0"
+            )
     design = np.array([[row.sum(), float((row * row).sum()), 1.0] for row in rows])
     per_token, per_token_squared = _non_negative(design, measured)[:2]
     if (per_token == 0 and per_token_squared == 0) or (design == design[0]).all():

@@ -2,9 +2,9 @@
 
 Rounds are the micro-batches sorted by load, R at a time, and a round's level is its slowest. A sweep pairs every
 micro-batch near its level with several that have slack, and looks at all ways to move one sample over, or to swap one
-for one (in thorough sweeps also sets of two), between a bin of each. Of those that keep every constraint it takes the one
-that evens out the two slacks best. Neither side ever rises above the higher of the two before, so no level rises: the
-objective falls from sweep to sweep, or the search ends. This is local search by swaps as in Alvim et al., A hybrid
+for one (in thorough sweeps also sets of two), between a bin of each. Of those that keep every constraint it takes the
+one that evens out the two slacks best. Neither side ever rises above the higher of the two before, so no level rises:
+the objective falls from sweep to sweep, or the search ends. This is local search by swaps as in Alvim et al., A hybrid
 improvement heuristic for the one-dimensional bin packing problem (2004), section 3, with slack in the place of waste,
 many pairs at a time.
 
@@ -14,6 +14,7 @@ With one round, levels are all the same: then it evens out the totals of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -35,7 +36,8 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to search: about ``exchanges`` are weighed in each of ``sweeps``; the last ``thorough`` look at more sets.
+    """How hard to search: about ``exchanges`` are weighed in each of ``sweeps``; the last ``thorough`` look at more
+    sets.
 
     It ends early when two sweeps together close less than ``worthwhile`` of the gap to the target.
     """
@@ -109,9 +111,7 @@ def _slack(packing: Packing) -> _Slack:
     return _Slack(excess, np.argsort(-excess, kind="stable"), int(levels.sum()))
 
 
-def _pairs(
-    order: NDArray[np.intp], above: int, most: int, sweep: int
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _pairs(order: NDArray[np.intp], above: int, most: int, sweep: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The upper half gives, [m]; the lower half takes, [m, partners]: the most slack to the highest, and others.
 
     Few units are paired all with all. Only ``above`` units need to give; there are about ``most`` pairs.
@@ -190,15 +190,10 @@ class ExchangeSets:
     def __init__(self, packing: Packing, *, thorough: bool) -> None:
         self.packing = packing
         fullest = int(packing.count.max())
-        self.at_most = min(fullest, (4 if fullest <= 4 else 6) if thorough else 8)
-        none = self.at_most
-        chosen: list[tuple[int, ...]] = [(), *((one,) for one in range(self.at_most))]
-        if thorough:
-            for size in range(2, self.at_most + 1 if fullest <= 4 else 3):
-                chosen += combinations(range(self.at_most), size)
-        self.width = max(len(one) for one in chosen)
-        self.member = np.array([(*one, *[none] * (self.width - len(one))) for one in chosen]).reshape(-1, self.width)
-        self.num = len(self.member)
+        all_sets = fullest <= 4
+        self.at_most = min(fullest, (4 if all_sets else 6) if thorough else 8)
+        self.member = _sets(self.at_most, (self.at_most if all_sets else 2) if thorough else 1)
+        self.num, self.width = self.member.shape
 
     def of(self, bins: NDArray[np.intp]) -> NDArray[np.intp]:
         """[*bins.shape, at_most + 1] samples; n is "no sample"."""
@@ -216,7 +211,15 @@ class ExchangeSets:
 
     def size(self, members: NDArray[np.intp]) -> NDArray[np.int64]:
         """[*bins.shape, num]: how many samples each set has."""
-        return np.count_nonzero(members[..., self.member] < len(self.packing.bins), axis=-1)
+        return np.asarray((members[..., self.member] < len(self.packing.bins)).sum(axis=-1))
+
+
+@lru_cache(maxsize=64)
+def _sets(columns: int, largest: int) -> NDArray[np.intp]:
+    """[num, width]: all sets of up to ``largest`` of ``columns`` columns, filled up with ``columns``, "no sample"."""
+    width = max(min(largest, columns), 1)
+    chosen = [one for size in range(width + 1) for one in combinations(range(columns), size)]
+    return np.array([(*one, *[columns] * (width - len(one))) for one in chosen], np.intp).reshape(-1, width)
 
 
 def _best(
@@ -228,8 +231,8 @@ def _best(
 ) -> tuple[NDArray[np.int64], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
     """The best exchange for each row of giving bins [m, 1 or K] and taking bins [m, K].
 
-    Returns value [m], partner [m], samples given and taken [m, width]. ``value`` is how much the higher excess of the two
-    falls, doubled and negative; 0 or more is no improvement.
+    Returns value [m], partner [m], samples given and taken [m, width]. ``value`` is how much the higher excess of the
+    two falls, doubled and negative; 0 or more is no improvement.
     """
     instance = packing.instance
     gives, takes = sets.of(giving), sets.of(taking)
@@ -288,6 +291,11 @@ def forbid(
     value[forbidden] = NEVER
     # A bin with few samples must not be emptied: taking all out and giving none back is no exchange.
     few = (packing.count[giving] <= sets.width) | (packing.count[taking] <= sets.width)
+    if 4 * np.count_nonzero(few) > few.size:
+        left = sets.size(takes)[:, :, None, :] - sets.size(gives)[:, :, :, None]
+        value[packing.count[giving][:, :, None, None] + left < 1] = NEVER
+        value[packing.count[taking][:, :, None, None] - left < 1] = NEVER
+        return
     row, partner = np.nonzero(few)
     if len(row):
         side = partner % giving.shape[1]

@@ -61,8 +61,9 @@ def explain_infeasible(problem: PackingProblem) -> str:
     budgets = "" if problem.budget_limits is None else f" and budgets {problem.budget_limits.tolist()}"
     return (
         f"no way was found to pack {problem.num_samples} samples of {int(problem.tokens.sum())} tokens into "
-        f"{problem.num_bins} bins of {problem.seq_len} tokens{budgets} ({_shape(problem)}); at least {bins_needed(problem)} "
-        f"bins are needed; the longest are {_longest(problem)}; leave more room, or give a reference"
+        f"{problem.num_bins} bins of {problem.seq_len} tokens{budgets} ({_shape(problem)}); at least "
+        f"{bins_needed(problem)} bins are needed; the longest are {_longest(problem)}; "
+        "leave more room, or give a reference"
     )
 
 

@@ -138,7 +138,7 @@ class Instance:
 
     def loads(self, bins: NDArray[np.int32]) -> NDArray[np.int64]:
         """int64[ranks, rounds]: the cost of each micro-batch, without initial loads."""
-        return self.bin_costs(bins).reshape(self.ranks, self.rounds, self.slots).sum(axis=2)
+        return np.asarray(self.bin_costs(bins).reshape(self.ranks, self.rounds, self.slots).sum(axis=2))
 
 
 def sums(values: NDArray[np.int64], bins: NDArray[np.int32], count: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """How much each micro-batch should carry, and of how many tokens, before anything is placed.
 
-Rounds are as high as their largest samples force them to be; what those rounds cannot take, for want of tokens, is spread
-evenly over the others (water filling, see :mod:`hp_nodes.planning.bounds`).
+Rounds are as high as their largest samples force them to be; what those rounds cannot take, for want of tokens, is
+spread evenly over the others (water filling, see :mod:`hp_nodes.planning.bounds`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Levels:
 
 
 def first_floor(instance: Instance, bound: Bound, together: float = 1.0) -> NDArray[np.float64]:
-    """A guess at each round's slowest micro-batch: ``together`` of the largest samples share one. At least the bound's."""
+    """A guess at each round's slowest micro-batch: ``together`` of the largest samples share one.
+
+    At least the bound's.
+    """
     ahead = (np.arange(instance.rounds) * instance.ranks * together).astype(np.int64)
     largest = largest_first(instance.costs, int(ahead[-1]) + 1)
     guess = np.where(ahead < len(largest), largest[np.minimum(ahead, len(largest) - 1)], 0)

@@ -53,7 +53,7 @@ def squared_variation(totals: list[Any]) -> float:
     whole = sum(totals)
     if whole == 0:
         return 0.0
-    return (len(totals) * sum(total * total for total in totals) - whole * whole) / (whole * whole)
+    return float((len(totals) * sum(total * total for total in totals) - whole * whole) / (whole * whole))
 
 
 _EVALUATE: dict[str, Callable[[NDArray[Any], Any], float]] = {

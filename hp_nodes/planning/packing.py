@@ -13,8 +13,8 @@ __all__ = ["Packing"]
 class Packing:
     """``bins`` is changed in place; everything else follows it.
 
-    A sample in bin -1 is in none yet. ``used`` and ``count`` are of bins, ``taken`` int64[num_bins, K] are their budgets, ``load`` is of units, padding and
-    initial loads included.
+    A sample in bin -1 is in none yet. ``used`` and ``count`` are of bins, ``taken`` int64[num_bins, K] are their
+    budgets, ``load`` is of units, padding and initial loads included.
     """
 
     def __init__(self, instance: Instance, bins: NDArray[np.int32]) -> None:
@@ -49,7 +49,7 @@ class Packing:
         self._start = np.concatenate([[0], np.cumsum(self.count)])
 
     def members(self, bins: NDArray[np.intp], at_most: int) -> NDArray[np.intp]:
-        """Samples of each bin, largest first, evenly thinned out to ``at_most``: [len(bins), at_most], padded with n."""
+        """Samples of each bin, largest first, thinned out to ``at_most``: [len(bins), at_most], padded with n."""
         count = self.count[bins][:, None]
         column = np.arange(at_most)[None, :]
         place = np.where(count > at_most, column * count // at_most, column) if (count > at_most).any() else column

@@ -123,7 +123,9 @@ def _report(
         costs_after=instance.loads(used) / instance.scale,
         tokens_before=None if reference is None else _grid(instance, instance.used_tokens(reference)),
         tokens_after=_grid(instance, tokens),
-        samples_before=None if reference is None else _grid(instance, np.bincount(reference, minlength=instance.num_bins)),
+        samples_before=None
+        if reference is None
+        else _grid(instance, np.bincount(reference, minlength=instance.num_bins)),
         samples_after=_grid(instance, np.bincount(used, minlength=instance.num_bins)),
         padding=int(np.maximum(instance.capacity - tokens, 0).sum()),
         work=work,
@@ -136,4 +138,4 @@ _LARGEST = "the most expensive sample alone limits the plan; a wider window spre
 
 
 def _grid(instance: Instance, of_bins: NDArray[np.int64]) -> NDArray[np.int64]:
-    return of_bins.reshape(instance.ranks, instance.rounds, instance.slots).sum(axis=2)
+    return np.asarray(of_bins.reshape(instance.ranks, instance.rounds, instance.slots).sum(axis=2))

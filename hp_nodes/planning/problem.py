@@ -24,7 +24,8 @@ NAMED_AT_MOST = 8
 class PackingProblem:
     """Samples to be put into ``data_parallel_size * num_rounds * local_batch_size`` bins of ``seq_len`` tokens.
 
-    Bins are numbered rank-major, then round, then slot: ``bin = (rank * num_rounds + round) * local_batch_size + slot``.
+    Bins are numbered rank-major, then round, then slot: ``bin = (rank * num_rounds + round) * local_batch_size +
+    slot``.
 
     Args:
         tokens: int64[N], tokens of each sample, at least 1.
@@ -46,7 +47,8 @@ class PackingProblem:
         features: named float64[N] columns for a user's algorithm.
 
     Raises:
-        ValueError: an argument is out of range; where one sample is at fault it is named, by its key when keys are given.
+        ValueError: an argument is out of range; where one sample is at fault it is named, by its key when keys are
+        given.
     """
 
     tokens: NDArray[np.int64]
@@ -150,7 +152,9 @@ class PackingProblem:
         self._check_capacity(what, checked)
         empty = np.flatnonzero(np.bincount(checked, minlength=self.num_bins) == 0)
         if len(empty):
-            raise ValueError(f"{what} leaves {len(empty)} of {self.num_bins} bins empty, the first is {self.place(empty[0])}")
+            raise ValueError(
+                f"{what} leaves {len(empty)} of {self.num_bins} bins empty, the first is {self.place(empty[0])}"
+            )
         return checked
 
     def place(self, bin_number: int | np.integer[Any]) -> str:
@@ -177,12 +181,16 @@ class PackingProblem:
             raise ValueError(f"budget_limits is {ceiling.tolist()}; accepted: a list of finite numbers >= 0")
         taken = np.asarray(budgets, np.float64)
         if taken.shape != (self.num_samples, len(ceiling)):
-            raise ValueError(f"budgets has shape {taken.shape}; accepted: {(self.num_samples, len(ceiling))}, one column a limit")
+            raise ValueError(
+                f"budgets has shape {taken.shape}; accepted: {(self.num_samples, len(ceiling))}, one column a limit"
+            )
         object.__setattr__(self, "budgets", _readonly(taken))
         object.__setattr__(self, "budget_limits", _readonly(ceiling))
         for column in range(len(ceiling)):
             values = taken[:, column]
-            self._refuse(~(np.isfinite(values) & (values >= 0)), f"budget {column} must be finite and at least 0", values)
+            self._refuse(
+                ~(np.isfinite(values) & (values >= 0)), f"budget {column} must be finite and at least 0", values
+            )
 
     def _refuse(self, bad: NDArray[np.bool_], rule: str, values: NDArray[Any]) -> None:
         if bad.any():
@@ -208,7 +216,8 @@ class PackingProblem:
         given = np.asarray(bins)
         if given.shape != (self.num_samples,) or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(
-                f"{what} has shape {given.shape} and dtype {given.dtype}; accepted: one int a sample, shape {(self.num_samples,)}"
+                f"{what} has shape {given.shape} and dtype {given.dtype}; "
+                f"accepted: one int a sample, shape {(self.num_samples,)}"
             )
         self._refuse((given < 0) | (given >= self.num_bins), f"{what} must name bins 0 to {self.num_bins - 1}", given)
         return _readonly(given.astype(np.int32))
@@ -246,7 +255,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _readonly(array: NDArray[Any]) -> NDArray[Any]:
-    view = np.ascontiguousarray(array).view()
+    view: NDArray[Any] = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
 
@@ -285,12 +294,16 @@ def _keys(keys: ArrayLike, count: int) -> NDArray[np.int64]:
     fits = given.ndim in (1, 2) and len(given) == count and (given.ndim == 1 or 1 <= given.shape[1] <= 3)
     if not fits or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(
-            f"keys has shape {given.shape} and dtype {given.dtype}; accepted: ints, one or up to three for each of {count} samples"
+            f"keys has shape {given.shape} and dtype {given.dtype}; "
+            f"accepted: ints, one or up to three for each of {count} samples"
         )
     columns = given.astype(np.int64, copy=False)
     rows = columns[:, None] if columns.ndim == 1 else columns
     order = np.lexsort(rows.T[::-1])
     same = np.flatnonzero((rows[order][1:] == rows[order][:-1]).all(axis=1))
     if len(same):
-        raise ValueError(f"keys must be unique; {tuple(rows[order[same[0]]].tolist())} stands at places {sorted(order[same[0] : same[0] + 2].tolist())}")
+        raise ValueError(
+            f"keys must be unique; {tuple(rows[order[same[0]]].tolist())} stands at places "
+            f"{sorted(order[same[0] : same[0] + 2].tolist())}"
+        )
     return _readonly(columns)

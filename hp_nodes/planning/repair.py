@@ -1,8 +1,8 @@
 """Finds bins for samples that fit nowhere: free room is gathered in a few bins by moves and swaps until they fit.
 
-Small rooms of many bins are worth nothing to a longer sample. So each bin with much room is paired with another, and of all
-exchanges between the two (one or two samples each way) the one is taken that leaves the other bin fullest; the room of
-both is then in one place. Repeated, it doubles like the rounds of a tournament.
+Small rooms of many bins are worth nothing to a longer sample. So each bin with much room is paired with another, and of
+all exchanges between the two (one or two samples each way) the one is taken that leaves the other bin fullest; the room
+of both is then in one place. Repeated, it doubles like the rounds of a tournament.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IDLE = 8
 AT_ONCE = 512
 """Roomy bins in one attempt; bounds its time and memory."""
 HOPELESS = 0.98
-"""Samples that would take more than this part of all free room are not worth trying: rooms would have to match exactly."""
+"""Samples that take more than this part of all free room are not tried: rooms would have to match exactly."""
 DONORS = 8
 """Bins that each roomy bin looks at in one attempt."""
 

@@ -1,6 +1,7 @@
 """The search for a plan: build, repair, improve, arrange.
 
-1. Candidates: a packing built from nothing (its levels learnt anew from each attempt), and whole reference bins in other
+1. Candidates: a packing built from nothing (its levels learnt anew from each attempt), and whole reference bins in
+other
    places. The second always exists, so no search ends without a plan because one sample found no bin.
 2. The best of them is improved by exchanges.
 3. Ranks and rounds are numbered so that fewest bytes move.
@@ -33,11 +34,11 @@ SMALL = 64
 """Windows of up to this many bins are searched in all ways."""
 TOGETHER = (1.2, 1.5)
 """How many of the largest samples share a micro-batch, in the guesses that come after the first."""
-KICKS = 8
+KICKS = 6
 KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
 LEARNT = 3
 """Times that levels are learnt anew from a packing."""
-MOST_TRIED = 10
+MOST_TRIED = 6
 VERY_FAR = 0.02
 """A plan this far from the bound (rows filled to the last token, say) is searched once more, thoroughly."""
 THOROUGH = Effort(sweeps=24, exchanges=200_000, thorough=24, worthwhile=0.02)
@@ -75,7 +76,8 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
     for candidate in sorted(candidates, key=lambda candidate: candidate.value)[: _WIDTH[_small(instance)]]:
         packing = Packing(instance, candidate.bins)
         improve(packing, target, effort)
-        if _value(instance, packing.bins, objective) > bound.value * (1 + VERY_FAR) > 0:
+        far = _value(instance, packing.bins, objective) > bound.value * (1 + VERY_FAR) > 0
+        if far and not _small(instance):
             improve(packing, target, THOROUGH)
         improved.append(_Candidate(_value(instance, packing.bins, objective), packing.bins))
         if improved[-1].value <= target:
@@ -87,7 +89,7 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
 
 
 def _kicked(instance: Instance, best: _Candidate, target: float, objective: str) -> _Candidate:
-    """Iterated local search (Lourenço, Martin and Stützle 2003): disturb the best plan a little, improve, keep if no worse."""
+    """Iterated local search (Lourenço, Martin and Stützle 2003): disturb the plan, improve it, keep it if no worse."""
     # The legacy generator: its stream is the same in every version of numpy.
     random = np.random.RandomState(0)
     for _ in range(KICKS):
@@ -107,7 +109,9 @@ def arranged(instance: Instance, bins: NDArray[np.int32], objective: str) -> NDA
     """``bins`` with ranks and rounds numbered so that fewest bytes move; ``instance`` has its rounds."""
     for _ in range(RENUMBERED if len(bins) <= 1024 else 1):
         before = bins
-        bins = arrange_rounds(instance, bins) if objective == "lockstep" else arrange_ranks(instance.in_one_round(), bins)
+        bins = (
+            arrange_rounds(instance, bins) if objective == "lockstep" else arrange_ranks(instance.in_one_round(), bins)
+        )
         bins = keep_identical(instance, bins)
         if np.array_equal(bins, before):
             break
@@ -147,7 +151,7 @@ def _guesses(instance: Instance, bound: Bound) -> Iterator[NDArray[np.float64]]:
 
 
 def _exchanged(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
-    """Whole bins of the reference, heaviest first, each to the lightest micro-batch with a free slot; then exchanged."""
+    """Whole reference bins, heaviest first, each to the lightest micro-batch with a free slot; then exchanged."""
     reference = instance.reference
     if reference is None or (np.bincount(reference, minlength=instance.num_bins) == 0).any():
         return []
@@ -191,7 +195,7 @@ def _small(instance: Instance) -> bool:
 def _effort(instance: Instance) -> Effort:
     """Small windows are searched harder: there the bound is far, and the time is short anyway."""
     if _small(instance):
-        return Effort(sweeps=20, exchanges=30_000, thorough=16)
+        return Effort(sweeps=20, exchanges=30_000, thorough=16, worthwhile=0.02)
     if instance.rounds == 1:
         return Effort(sweeps=60, exchanges=40_000, thorough=50)
     return Effort(sweeps=10, exchanges=40_000, worthwhile=0.04)

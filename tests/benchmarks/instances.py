@@ -1,7 +1,7 @@
 """Problems for benchmarks: real and generated length distributions, packed into reference bins as a loader would.
 
-* *Wide*: a full bin holds about 8 average samples. *Tight*: about 3.5, longer samples clipped to ``seq_len``. *No-short*: wide
-  without samples under ``seq_len / 8``.
+* *Wide*: a full bin holds about 8 average samples. *Tight*: about 3.5, longer samples clipped to ``seq_len``.
+  *No-short*: wide without samples under ``seq_len / 8``.
 * *Square*: a sample of L tokens costs L². *Dense*: 24576 L + L².
 * Fill: the part of each reference bin that is filled; 1.0 fills every bin to its last token.
 """

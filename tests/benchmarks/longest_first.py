@@ -1,7 +1,7 @@
 """The named baseline: longest processing time first (Graham 1969), as sequence-packing loaders do it.
 
-Samples in descending cost; the first R * M each open a bin; every further one goes to the least loaded rank with room for it, into
-the fullest bin there that still fits, scanning all bins in Python. At a dead end the reference is kept.
+Samples in descending cost; the first R * M each open a bin; every further one goes to the least loaded rank with room
+for it, into the fullest bin there that still fits, scanning all bins in Python. At a dead end the reference is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def longest_first(problem: PackingProblem) -> NDArray[np.int32] | None:
         need = tokens[sample]
         best: tuple[float, int, int, int] | None = None
         if turn < ranks * per_rank:
-            options = [(load[rank], turn // ranks, rank, turn // ranks) for rank in range(ranks) if room[rank][turn // ranks] == problem.seq_len]
+            options = [
+                (load[rank], turn // ranks, rank, turn // ranks)
+                for rank in range(ranks)
+                if room[rank][turn // ranks] == problem.seq_len
+            ]
             best = min(options)
         else:
             for rank in range(ranks):

@@ -31,7 +31,9 @@ Line = Callable[[str], None]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="64 * 8 and 8 * 4 only, one seed")
-    parser.add_argument("--annealing", type=int, default=0, metavar="MOVES", help="compare 8 * 4 with so many moves; needs numba")
+    parser.add_argument(
+        "--annealing", type=int, default=0, metavar="MOVES", help="compare 8 * 4 with so many moves; needs numba"
+    )
     parser.add_argument("--out", type=Path, help="also write the tables there")
     options = parser.parse_args()
     lines: list[str] = []
@@ -41,7 +43,7 @@ def main() -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    line(f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, numpy {np.__version__}\n")
+    line(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}\n")
     seeds = range(1 if options.quick else 3)
     gaps(line, [(64, 8, 1), (8, 4, 1)] if options.quick else [(64, 8, 1), (512, 8, 1), (64, 4, 4), (8, 4, 1)], seeds)
     makespans(line, [(64, 8, 1), (8, 8, 1)], seeds)
@@ -94,7 +96,10 @@ def _round_by_round(packed: PackingProblem) -> float:
 
 def gaps(line: Line, sizes: list[tuple[int, int, int]], seeds: range) -> None:
     line("## Lockstep gap in per cent: median / 90th percentile / worst\n")
-    line("| ranks × rounds × slots | samples | cost | reference | LPT | this planner | plans | worse (by 0.01 % and more) than reference, LPT, round by round |")
+    line(
+        "| ranks × rounds × slots | samples | cost | reference | LPT | this planner | plans "
+        "| worse (by 0.01 % and more) than reference, LPT, round by round |"
+    )
     line("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for size, shape, cost in itertools.product(sizes, SHAPES, COSTS):
         reference, lpt, ours, worse = [], [], [], [0, 0, 0]
@@ -111,7 +116,8 @@ def gaps(line: Line, sizes: list[tuple[int, int, int]], seeds: range) -> None:
             worse[0] += report.after > report.before
         shown = _spread(lpt) if lpt else "not run"
         line(
-            f"| {' × '.join(map(str, size))} | {shape} | {cost} | {_spread(reference)} | {shown} | **{_spread(ours)}** | {len(ours)} | "
+            f"| {' × '.join(map(str, size))} | {shape} | {cost} | {_spread(reference)} "
+            f"| {shown} | **{_spread(ours)}** | {len(ours)} | "
             f"{', '.join(map(str, worse))} |"
         )
     line("")
@@ -151,7 +157,8 @@ def dead_ends(line: Line, seeds: range) -> None:
             before.append(_gap(report.before, report))
             after.append(_gap(report.after, report))
         line(
-            f"| {fill:.0%} | {shape} | {given_up} of {plans} | {kept} of {plans} | {np.median(before):.3g} / {max(before):.3g} | "
+            f"| {fill:.0%} | {shape} | {given_up} of {plans} | {kept} of {plans} "
+            f"| {np.median(before):.3g} / {max(before):.3g} | "
             f"{np.median(after):.3g} / {max(after):.3g} |"
         )
     line("")
@@ -173,7 +180,8 @@ def times(line: Line, sizes: list[tuple[int, int]], quick: bool) -> None:
             else:
                 baseline, how = per_pair * pairs, " (from samples × bins)"
             line(
-                f"| {ranks} × {rounds} | {packed.num_samples:,} | {cost} | **{1e3 * seconds:,.1f} ms** | {baseline:,.2f} s{how} | "
+                f"| {ranks} × {rounds} | {packed.num_samples:,} | {cost} | **{1e3 * seconds:,.1f} ms** "
+                f"| {baseline:,.2f} s{how} | "
                 f"1/{baseline / seconds:,.0f} | {_memory(packed):.0f} | {_gap(plan.report.after, plan.report):.3g} % |"
             )
     line("")
@@ -195,7 +203,10 @@ def _memory(packed: PackingProblem) -> float:
 
 def annealing(line: Line, moves: int, seeds: range) -> None:
     line(f"## Lockstep at 8 × 4 against {moves:,} moves of annealing, from the reference and from the plan\n")
-    line("| samples | cost | above the better of the two, per cent: median / 90th percentile / worst | bound is below it by, median / worst |")
+    line(
+        "| samples | cost | above the better of the two, per cent: median / 90th percentile / worst "
+        "| bound is below it by, median / worst |"
+    )
     line("| --- | --- | --- | --- |")
     everything = []
     for shape, cost in itertools.product(SHAPES, COSTS):

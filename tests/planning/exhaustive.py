@@ -96,7 +96,9 @@ def problems(
     ways = all_feasible(problem)
     if not len(ways):
         # Shortening makes it feasible: one token each always fits in some way, budgets aside.
-        problem = PackingProblem(np.ones(count, np.int64), np.array(costs), **{**arguments, "budgets": None, "budget_limits": None})
+        problem = PackingProblem(
+            np.ones(count, np.int64), np.array(costs), **{**arguments, "budgets": None, "budget_limits": None}
+        )
         ways = all_feasible(problem)
         if not len(ways):
             arguments |= {"seq_len": count, "padding_cost": None, "budgets": None, "budget_limits": None}

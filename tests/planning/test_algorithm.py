@@ -11,7 +11,13 @@ from hp_nodes.planning import BalancingAlgorithm, PackingProblem, merge_reports,
 
 
 def problem(**changed: Any) -> PackingProblem:
-    arguments = {"data_parallel_size": 2, "num_rounds": 1, "local_batch_size": 1, "seq_len": 10, "keys": [10, 11, 12, 13]}
+    arguments = {
+        "data_parallel_size": 2,
+        "num_rounds": 1,
+        "local_batch_size": 1,
+        "seq_len": 10,
+        "keys": [10, 11, 12, 13],
+    }
     return PackingProblem([5, 5, 5, 5], [9.0, 9, 1, 1], [0, 0, 1, 1], **(arguments | changed))
 
 

@@ -74,7 +74,13 @@ def test_identical_samples_stay_where_they_are() -> None:
     """Half the samples are alike: which of them go where is free, so only as many move as must."""
     tokens = np.array([50, 50, 50, 50, 10, 10, 10, 10])
     problem = PackingProblem(
-        tokens, tokens**2.0, [0, 0, 0, 0, 1, 1, 1, 1], data_parallel_size=2, num_rounds=1, local_batch_size=1, seq_len=200
+        tokens,
+        tokens**2.0,
+        [0, 0, 0, 0, 1, 1, 1, 1],
+        data_parallel_size=2,
+        num_rounds=1,
+        local_batch_size=1,
+        seq_len=200,
     )
     plan = plan_packing(problem)
     assert plan.report.after == plan.report.lower_bound
@@ -98,7 +104,7 @@ def test_of_identical_samples_the_large_ones_stay() -> None:
 
 @pytest.mark.parametrize("ranks", [16, 200])
 def test_many_ranks_keep_most_of_what_need_not_move(ranks: int) -> None:
-    """With the rounds of the plan fixed, no exchange of two ranks within one keeps more bytes at 16; at 200 most stay."""
+    """At 16 ranks no exchange of two within a round keeps more bytes; at 200 hardly any."""
     problem = shuffled(ranks, 2, 1)
     plan = plan_packing(problem)
     rank, round_ = np.divmod(plan.bins, 2)

@@ -47,6 +47,8 @@ def test_a_fit_never_gives_negative_costs() -> None:
         ([[5], [5]], [1.0, 1.0], "different sizes"),
     ],
 )
-def test_observations_that_tell_nothing_are_refused(segments: list[list[int]], seconds: list[float], message: str) -> None:
+def test_observations_that_tell_nothing_are_refused(
+    segments: list[list[int]], seconds: list[float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         fit_cost_model(segments, seconds)

@@ -16,7 +16,10 @@ from hp_nodes.planning.feasibility import bins_needed
 def fewest(tokens: list[int], seq_len: int) -> int:
     for bins in range(1, len(tokens) + 1):
         for ways in itertools.product(range(bins), repeat=len(tokens)):
-            if max(sum(t for t, b in zip(tokens, ways, strict=True) if b == number) for number in range(bins)) <= seq_len:
+            if (
+                max(sum(t for t, b in zip(tokens, ways, strict=True) if b == number) for number in range(bins))
+                <= seq_len
+            ):
                 return bins
     raise AssertionError
 
@@ -36,5 +39,7 @@ def test_an_infeasible_problem_names_samples_tokens_and_bins() -> None:
     problem = PackingProblem(
         [6, 6, 6, 4, 4, 4, 3], np.ones(7), data_parallel_size=3, num_rounds=1, local_batch_size=1, seq_len=11
     )
-    with pytest.raises(ValueError, match=r"7 samples of 33 tokens .* 3 bins of 11 tokens.*sample at place 0 \(6 tokens\)"):
+    with pytest.raises(
+        ValueError, match=r"7 samples of 33 tokens .* 3 bins of 11 tokens.*sample at place 0 \(6 tokens\)"
+    ):
         plan_packing(problem)

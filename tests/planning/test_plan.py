@@ -75,7 +75,7 @@ def test_rounds_count_not_totals() -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_full_rows_change_places_as_a_whole(objective: str) -> None:
-    """No sample can move alone: every row is filled to its last token, by documents of other lengths than any other row."""
+    """No sample can move alone: every row is filled to its last token, by documents of lengths of its own."""
     rng = np.random.default_rng(5)
     tokens, reference, costs = [], [], []
     for row in range(32):
@@ -254,7 +254,9 @@ def test_samples_that_fit_nowhere_alone_find_room() -> None:
     free.check_bins("the plan", plan_packing(free).bins)
 
 
-@pytest.mark.parametrize(("argument", "value"), [("objective", "fastest"), ("min_balance_gain", 1.0), ("min_balance_gain", -0.1)])
+@pytest.mark.parametrize(
+    ("argument", "value"), [("objective", "fastest"), ("min_balance_gain", 1.0), ("min_balance_gain", -0.1)]
+)
 def test_arguments_out_of_range_are_refused(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=argument):
         plan_packing(problem([5] * 4, [1] * 4), **{argument: value})

@@ -37,7 +37,10 @@ def build(**changed: Any) -> PackingProblem:
         ({"costs": [1.0, 2]}, r"costs has shape \(2,\); accepted: \(3,\)"),
         ({"reference": [0, 1]}, r"reference has shape \(2,\)"),
         ({"reference": [0, 1, 2]}, r"must name bins 0 to 1: sample 9 has 2"),
-        ({"reference": [0, 0, 0], "seq_len": 13}, r"the reference puts 15 tokens, seq_len is 13, into bin 0 \(rank 0, round 0"),
+        (
+            {"reference": [0, 0, 0], "seq_len": 13},
+            r"the reference puts 15 tokens, seq_len is 13, into bin 0 \(rank 0, round 0",
+        ),
         ({"keys": [7, 8, 7]}, r"unique; \(7,\) stands at places \[0, 2\]"),
         ({"keys": [[7, 0], [8, 0]]}, r"keys has shape \(2, 2\)"),
         ({"seq_len": 0}, r"seq_len is 0; accepted: an int >= 1"),
@@ -47,7 +50,10 @@ def build(**changed: Any) -> PackingProblem:
         ({"budgets": [[1.0]] * 3}, r"together or not at all"),
         ({"budgets": [[1.0]] * 3, "budget_limits": [-1.0]}, r"budget_limits is \[-1.0\]"),
         ({"budgets": [[1.0], [5.0], [1.0]], "budget_limits": [4.0]}, r"budget 0 is limited to 4.0: sample 8 has 5.0"),
-        ({"budgets": [[1.0], [3.0], [2.0]], "budget_limits": [4.0]}, r"the reference puts 5.0 of budget 0, its limit is 4.0"),
+        (
+            {"budgets": [[1.0], [3.0], [2.0]], "budget_limits": [4.0]},
+            r"the reference puts 5.0 of budget 0, its limit is 4.0",
+        ),
         ({"initial_loads": [1.0]}, r"initial_loads has shape \(1,\)"),
         ({"initial_loads": [1.0, float("inf")]}, r"initial_loads holds inf"),
         ({"padding_cost": np.zeros(3)}, r"padding_cost has shape \(3,\); accepted: \(13,\)"),

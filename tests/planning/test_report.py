@@ -9,7 +9,9 @@ from hp_nodes.planning import PackingProblem, merge_reports, plan_packing
 from hp_nodes.types import PlanReport
 
 
-def window(costs: list[float], reference: list[int] | None, objective: str = "lockstep", loads: list[float] | None = None) -> PlanReport:
+def window(
+    costs: list[float], reference: list[int] | None, objective: str = "lockstep", loads: list[float] | None = None
+) -> PlanReport:
     return plan_packing(
         PackingProblem(
             np.full(len(costs), 5),
