@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from hp_nodes import DistributedDataLoader
@@ -85,7 +84,7 @@ class OptimizerStep:
     Args:
         model: wrapped by DistributedDataParallel or ``fully_shard``, both of which average gradients over the ranks.
         clip: largest gradient norm; gradients above are scaled down.
-        reduce_every_round: False reduces gradients in a step's last round only (``no_sync``).
+        reduce_every_round: False reduces gradients in a step's last round only; for DistributedDataParallel.
     """
 
     def __init__(
@@ -182,10 +181,8 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Tensor]:
 
 def reducing(model: nn.Module, reduce: bool) -> AbstractContextManager[None]:
     """Where a forward and backward pass reduces gradients over the ranks, or leaves them on this one."""
-    if isinstance(model, DistributedDataParallel):
-        return nullcontext() if reduce else model.no_sync()
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(reduce)
+    if isinstance(model, DistributedDataParallel) and not reduce:
+        return model.no_sync()
     return nullcontext()
 
 

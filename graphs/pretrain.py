@@ -92,6 +92,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options = parser.parse_args(arguments)
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint DIR, the directory to resume from")
+    if options.fsdp and options.no_sync:
+        parser.error(
+            "--no-sync with --fsdp: sharded parameters are gathered in every round, so ranks meet there anyway"
+        )
     return options
 
 
@@ -308,10 +312,6 @@ def run(options: argparse.Namespace, mesh: DeviceMesh) -> None:
         step = make_step(model, mesh, options)
         report.event("start", pids=pids_of_ranks(), options=vars(options), time=time.time())
         loader = opened.enter_context(make_loader(records, training, mesh, options, balance=not options.no_balance))
-        if len(training) < options.global_batch_size:
-            raise ValueError(
-                f"{len(training)} records to train on; accepted: at least a step's {options.global_batch_size}"
-            )
         if options.compare:
             sampled = opened.enter_context(make_loader(records, training, mesh, options, balance=False))
             run_comparison(step, costs, {BALANCED: loader, SAMPLED: sampled}, options, report)

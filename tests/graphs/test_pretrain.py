@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from graphs.pretrain import learning_rate_at, main, parse_arguments, split_recor
 from graphs.transformer import Transformer
 from tests.graphs.ranks import SECONDS, Ranks
 
-STEPS = 12
+STEPS = 24
 EVERY = 3
 ROUNDS = 2
 
@@ -73,34 +75,44 @@ class Run:
     def gradient_norms(self) -> list[float]:
         return [event["gradient_norm"] for event in self.events("step")]
 
+    def output(self) -> str:
+        return (self.directory / "output.txt").read_text()
+
     def await_steps(self, count: int) -> None:
         deadline = time.monotonic() + SECONDS
         while len(self.events("step")) < count:
-            assert time.monotonic() < deadline, (self.directory / "output.txt").read_text()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, float]]:
+    """The losses of a whole run with these ranks and options; each is trained once."""
+
+    @functools.cache
+    def losses(ranks: int, *options: str) -> dict[int, float]:
+        return Run(text, tmp_path_factory.mktemp("whole"), ranks, *options).finish().losses()
+
+    return losses
 
 
 @pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_twice_and_resumed_has_the_same_losses_bit_by_bit(
-    text: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
+    text: Path, tmp_path: Path, uninterrupted: Callable[..., dict[int, float]], ranks: int, options: tuple[str, ...]
 ) -> None:
-    steps = 4 * STEPS
-    whole = Run(text, tmp_path / "whole", ranks, "--steps", str(steps), *options).finish()
-    saved = ("--checkpoint", str(tmp_path / "checkpoints"), "--resume")
-    killed = Run(text, tmp_path / "killed", ranks, "--steps", str(steps), *options, *saved)
-    moment, seed = random.Random(), random.randrange(10**6)
-    moment.seed(seed)
+    run = Run(text, tmp_path, ranks, *options, "--checkpoint", str(tmp_path / "checkpoints"), "--resume")
+    seed = random.randrange(10**6)
+    moment = random.Random(seed)
     for _ in range(2):
-        with killed.start() as running:
-            killed.await_steps(len(killed.events("step")) + moment.randint(1, 2 * EVERY))
-            time.sleep(moment.uniform(0, 0.05))
+        with run.start() as running:
+            run.await_steps(len(run.events("step")) + moment.randint(1, 2 * EVERY))
+            time.sleep(moment.uniform(0, 0.03))
             running.kill()
-    before = len(killed.losses())
-    killed.finish()
-    assert before < steps, f"both kills came too late (seed {seed})"
-    assert sorted(killed.losses()) == list(range(1, steps + 1))
-    assert killed.losses() == whole.losses(), f"seed {seed}"
+    before = len(run.losses())
+    run.finish()
+    assert before < STEPS, f"both kills came too late (seed {seed})"
+    assert run.losses() == uninterrupted(ranks, *options), f"seed {seed}"
 
 
 def terminated_in_the_last_round(arguments: list[str], step: int, rank: int) -> None:
@@ -118,29 +130,31 @@ def terminated_in_the_last_round(arguments: list[str], step: int, rank: int) -> 
     main(arguments)
 
 
-def test_a_signal_in_the_last_round_stops_all_ranks_behind_that_step_and_saves_it(text: Path, tmp_path: Path) -> None:
-    whole = Run(text, tmp_path / "whole", 2).finish()
-    stopped = Run(text, tmp_path / "stopped", 2, "--checkpoint", str(tmp_path / "checkpoints"))
-    with Ranks(2, tmp_path / "output.txt", terminated_in_the_last_round, stopped.arguments, 5, 1) as ranks:
+def test_a_signal_in_the_last_round_stops_all_ranks_behind_that_step_and_saves_it(
+    text: Path, tmp_path: Path, uninterrupted: Callable[..., dict[int, float]]
+) -> None:
+    run = Run(text, tmp_path, 2, "--checkpoint", str(tmp_path / "checkpoints"))
+    with Ranks(2, tmp_path / "output.txt", terminated_in_the_last_round, run.arguments, 5, 1) as ranks:
         ranks.wait()
-    assert sorted(stopped.losses()) == [1, 2, 3, 4, 5]
-    assert [event["step"] for event in stopped.events("checkpoint")] == [3, 5]
-    stopped.finish("--resume")
-    assert stopped.events("resumed")[0]["step"] == 5
-    assert len(stopped.events("step")) == STEPS
-    assert stopped.losses() == whole.losses()
+    assert sorted(run.losses()) == [1, 2, 3, 4, 5]
+    assert [event["step"] for event in run.events("checkpoint")] == [3, 5]
+    run.finish("--resume")
+    assert run.events("resumed")[0]["step"] == 5
+    assert len(run.events("step")) == STEPS
+    assert run.losses() == uninterrupted(2)
 
 
-def test_a_half_written_checkpoint_does_not_stop_a_resume(text: Path, tmp_path: Path) -> None:
-    whole = Run(text, tmp_path / "whole", 2).finish()
-    run = Run(text, tmp_path / "run", 2, "--checkpoint", str(tmp_path / "checkpoints")).finish("--steps", "6")
-    data = next((tmp_path / "checkpoints" / "step_00000006").glob("*.distcp"))
+def test_a_half_written_checkpoint_does_not_stop_a_resume(
+    text: Path, tmp_path: Path, uninterrupted: Callable[..., dict[int, float]]
+) -> None:
+    run = Run(text, tmp_path, 2, "--checkpoint", str(tmp_path / "checkpoints")).finish()
+    data = next((tmp_path / "checkpoints" / f"step_{STEPS:08d}").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:100])
     run.finish("--resume")
-    assert run.events("resumed")[0]["step"] == 3
-    assert "step_00000006 is passed over" in (tmp_path / "run" / "output.txt").read_text()
-    # The learning rate of the first run fell sooner: only what is behind the resume is that of the whole run.
-    assert max(run.losses()) == max(whole.losses())
+    assert run.events("resumed")[0]["step"] == STEPS - EVERY
+    assert f"step_{STEPS:08d} is passed over" in run.output()
+    assert len(run.events("step")) == STEPS + EVERY
+    assert run.losses() == uninterrupted(2)
 
 
 @pytest.mark.parametrize("options", [(), ("--no-sync",), ("--fsdp",)], ids=["ddp", "no-sync", "fsdp"])
@@ -157,19 +171,20 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
         }
 
 
-def test_evaluation_is_told_and_changes_nothing(text: Path, tmp_path: Path) -> None:
-    plain = Run(text, tmp_path / "plain", 2).finish()
-    evaluated = Run(text, tmp_path / "evaluated", 2, "--eval-every", "5").finish()
-    assert evaluated.losses() == plain.losses()
-    events = evaluated.events("evaluation")
-    assert [event["step"] for event in events] == [5, 10]
+def test_evaluation_is_told_and_changes_nothing(
+    text: Path, tmp_path: Path, uninterrupted: Callable[..., dict[int, float]]
+) -> None:
+    run = Run(text, tmp_path, 2, "--eval-every", "10").finish()
+    assert run.losses() == uninterrupted(2)
+    events = run.events("evaluation")
+    assert [event["step"] for event in events] == [10, 20]
     assert 0 < events[1]["loss"] < events[0]["loss"]
 
 
 def test_training_goes_on_into_the_next_epoch(text: Path, tmp_path: Path) -> None:
-    run = Run(text, tmp_path, 1, "--steps", "40", "--checkpoint-every", "100").finish()
-    assert sorted(run.losses()) == list(range(1, 41))
-    assert run.losses()[40] < run.losses()[1] / 2
+    run = Run(text, tmp_path, 1, "--steps", "70").finish()
+    assert sorted(run.losses()) == list(range(1, 71))
+    assert run.losses()[70] < run.losses()[1] / 2
 
 
 def test_comparing_runs_the_same_steps_both_ways(text: Path, tmp_path: Path) -> None:
@@ -185,7 +200,7 @@ def test_comparing_runs_the_same_steps_both_ways(text: Path, tmp_path: Path) -> 
     (told,) = run.events("comparison")
     assert told["steps"] == 4
     assert told["predicted_speedup"] >= 1
-    assert "as sampled" in (tmp_path / "output.txt").read_text()
+    assert "as sampled" in run.output()
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
@@ -204,7 +219,13 @@ def test_records_are_for_training_or_for_evaluation() -> None:
     assert len(split_records(100, 0)[1]) == 0
 
 
-def test_resuming_without_a_directory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--resume"], "--resume needs --checkpoint DIR"), (["--fsdp", "--no-sync"], "gathered in every round")],
+)
+def test_options_that_do_not_go_together_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
     with pytest.raises(SystemExit):
-        parse_arguments(["--resume"])
-    assert "--resume needs --checkpoint DIR" in capsys.readouterr().err
+        parse_arguments(arguments)
+    assert told in capsys.readouterr().err
