@@ -25,7 +25,7 @@ from hp_nodes.nodes.batch_layout import BatchLayout, skeleton
 from hp_nodes.nodes.delivery import Delivery, Message, header_of
 from hp_nodes.nodes.graph import NODES_KEY
 from hp_nodes.nodes.host_prefetcher import announce
-from hp_nodes.nodes.run_ahead import again
+from hp_nodes.nodes.run_ahead import again, is_interruption
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.nodes.window_sampler import next_epoch
 from hp_nodes.plain import from_text, to_text
@@ -98,7 +98,8 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
         try:
             batch = self._receive() if self.source is None else self._send()
         except BaseException as error:
-            self._end = error
+            if not is_interruption(error):
+                self._end = error
             raise
         self._delivered = True
         return self.give(batch)
@@ -125,7 +126,7 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             self._tell(Message(header_of(Status.END)))
             raise
         except BaseException as failure:
-            if self.transport.size > 1:
+            if self.transport.size > 1 and not is_interruption(failure):
                 failure = self._common(failure)
             raise failure
         self._tell(message)
@@ -135,15 +136,21 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
         """A micro-batch, ready to be sent: nothing that can fail here is left for later."""
         with failing_at(self.name, epoch=batch.epoch, step=batch.step):
             state = to_text(super().source_state()).encode() if batch.ends_step else b""
-            layout, changed = self._known, b""
-            if layout is None:
-                layout = BatchLayout.of(batch.data)
-                described = self.codec.frame([skeleton(batch.data)]).to_array().tobytes()
-                changed = described if described != self._layout_sent else b""
+            layout, described = self._described(batch.data)
+            changed = described if described != self._layout_sent else b""
             taken = layout.take_apart(batch.data)
             message = Message(header_of(Status.WINDOW, batch), changed, state, *taken, layout.fields)
-        self._layout_sent = changed or self._layout_sent
+        self._layout, self._layout_sent = layout, described
         return message
+
+    def _described(self, data: Any) -> tuple[BatchLayout, bytes]:
+        """The layout of a micro-batch, and what describes it to the peers; nothing where they know it."""
+        if self._known is not None:
+            return self._known, b""
+        described = self.codec.frame([skeleton(data)]).to_array().tobytes()
+        if self._layout is not None and described == self._layout_sent:
+            return self._layout, described
+        return BatchLayout.of(data), described
 
     def _common(self, failure: BaseException) -> DataPlaneError:
         """Tell the peers of a failure; the other constructors, when they do not know of it, by the next exchange."""
