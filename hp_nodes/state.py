@@ -183,11 +183,9 @@ def agree(
     unsafe += [name for name in apart if name == RANKS_FIELD]
     refused = list(apart) if strict else unsafe
     if refused:
-        hint = _hint(state, apart, data_ranks) or (
-            "; with strict=False it is accepted, since no record of the epoch in progress would be lost or repeated"
-            if strict and not unsafe
-            else ""
-        )
+        hint = _hint(state, apart, data_ranks)
+        if not unsafe:
+            hint += "; with strict=False it is accepted, since no record of the epoch in progress is lost or repeated"
         raise ValueError(f"the state belongs to other data: {_lines(refused, apart)}{hint}")
     accepted = [_lines([name], apart) for name in apart]
     if of_order and between and cursor is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from hp_nodes.errors import failing_at
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.samplers import BatchSampler, sampler_fingerprint
+from hp_nodes.samplers.contract import layouts_that_divide
 from hp_nodes.types import SampleKey, Window
 
 __all__ = ["WindowSampler", "begin_epoch", "find_cursor", "next_epoch"]
@@ -26,8 +27,7 @@ class WindowSampler(Stage[Window]):
 
     Args:
         batch_sampler: see :class:`hp_nodes.samplers.BatchSampler`; its ``epoch`` and ``consumed_samples`` when the
-        graph
-            starts are where it starts.
+            graph starts are where it starts.
         window_size: rounds planned together, at least 1.
 
     Raises:
@@ -45,9 +45,10 @@ class WindowSampler(Stage[Window]):
             raise ValueError(f"window_size is {window_size!r}; accepted: an int >= 1")
         micro, global_micro = batch_sampler.micro_batch_size, batch_sampler.global_micro_batch_size
         if batch_sampler.global_batch_size % global_micro:
+            layouts = layouts_that_divide(batch_sampler.global_batch_size, micro, batch_sampler.dp_world_size)
             raise ValueError(
                 f"the sampler's global_batch_size {batch_sampler.global_batch_size} is no multiple of its "
-                f"global_micro_batch_size {global_micro}"
+                f"global_micro_batch_size {global_micro}; {layouts}"
             )
         self.steps_per_epoch = batch_sampler.total_samples // batch_sampler.global_batch_size
         if self.steps_per_epoch == 0:

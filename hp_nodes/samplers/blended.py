@@ -20,6 +20,8 @@ from hp_nodes.samplers.permutation import KeyedPermutation
 
 __all__ = ["BlendedBatchSampler"]
 
+_IN_CLEAR = 16
+
 
 class BlendedBatchSampler(GlobalOrderSampler):
     """Indices into the concatenation of datasets (``torch.utils.data.ConcatDataset``), each read by its weight.
@@ -111,9 +113,14 @@ class BlendedBatchSampler(GlobalOrderSampler):
             "seed": self.seed if self.order == "shuffle" else None,
             "on_end": self.on_end,
             "datasets": len(self.dataset_sizes),
-            "dataset_sizes": digest(self.dataset_sizes),
-            "weights": digest(self._interleaving.weights),
+            "dataset_sizes": _in_clear_or_digest(self.dataset_sizes),
+            "weights": _in_clear_or_digest(self._interleaving.weights),
         }
+
+
+def _in_clear_or_digest(numbers: Sequence[int]) -> list[int] | str:
+    """A few numbers as they are, so that a person sees what changed and the order can be computed from a checkpoint."""
+    return list(numbers) if len(numbers) <= _IN_CLEAR else digest(numbers)
 
 
 def _samples_before_an_end(interleaving: Interleaving, sizes: Sequence[int]) -> int:

@@ -153,9 +153,10 @@ def _misfits(sampler: BatchSampler, micro_batch_size: int, dp_rank: int, dp_worl
         problems.append(f"drop_last is {sampler.drop_last!r}; accepted: True")
     for name in ("global_batch_size", "consumed_samples"):
         if getattr(sampler, name) % sampler.global_micro_batch_size:
+            layouts = layouts_that_divide(sampler.global_batch_size, sampler.micro_batch_size, sampler.dp_world_size)
             problems.append(
                 f"{name} is {getattr(sampler, name)}; accepted: a multiple of its global_micro_batch_size "
-                f"{sampler.global_micro_batch_size}"
+                f"{sampler.global_micro_batch_size}{f' ({layouts})' if name == 'global_batch_size' else ''}"
             )
     if sampler.consumed_samples > sampler.total_samples:
         problems.append(f"consumed_samples is {sampler.consumed_samples} of total_samples {sampler.total_samples}")

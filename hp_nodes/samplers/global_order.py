@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_nodes.samplers.contract import int_at_least
+from hp_nodes.samplers.contract import int_at_least, layouts_that_divide
 
 __all__ = ["ORDERS", "GlobalOrderSampler", "check_order", "digest"]
 
@@ -51,7 +51,8 @@ class GlobalOrderSampler(ABC):
         if self.global_batch_size % self.global_micro_batch_size:
             raise ValueError(
                 f"global_batch_size is {global_batch_size}; accepted: a multiple of {self.global_micro_batch_size}, "
-                f"micro_batch_size {micro_batch_size} on each of {dp_world_size} ranks"
+                f"micro_batch_size {micro_batch_size} on each of {dp_world_size} ranks; "
+                f"{layouts_that_divide(self.global_batch_size, self.micro_batch_size, self.dp_world_size)}"
             )
         self.epoch_samples = self.total_samples // self.global_batch_size * self.global_batch_size
         """Samples of an epoch over all ranks, without those at its end that fill no step."""
