@@ -92,6 +92,37 @@ def test_every_mesh_delivers_the_constructors_batch(shape: Any, constructors: An
     assert sorted(delivered) == list(range(16))
 
 
+def test_batches_are_sent_when_they_are_consumed_never_ahead(monkeypatch: Any) -> None:
+    """However many the constructor has built."""
+    headers: list[int] = []
+
+    def create(topology: Any, scope: Any, **settings: Any) -> Any:
+        transport = create_transport(topology, scope, **settings)
+        if scope == "model_parallel" and topology.is_constructor:
+            broadcast = transport.broadcast
+
+            def counting(buffer: Any, root: int, where: str) -> None:
+                headers.append("header" in where)
+                broadcast(buffer, root, where)
+
+            transport.broadcast = counting  # type: ignore[method-assign]
+        return transport
+
+    monkeypatch.setattr("graphs.builder.create_transport", create)
+
+    def run(mesh: Any) -> list[int]:
+        seen = []
+        with loader_of("repack", mesh, Texts(), settings={"host_prefetch_depth": 3}) as loader:
+            for _ in range(3):
+                next(loader)
+                time.sleep(0.1)
+                seen.append(sum(headers))
+        return seen
+
+    results = run_ranks({"dp": 1, "tp": 2}, run)
+    assert results[0] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("where", ["everywhere", "one constructor"])
 def test_a_batch_that_does_not_fit_its_spec_is_one_error_on_all_ranks(where: str) -> None:
     """Constructors and peers, at the same micro-batch, whichever rank's batch it was."""

@@ -71,11 +71,15 @@ def test_every_step_holds_the_samplers_records_on_every_mesh(mode: str, dp: int,
         assert len(reads) == 48
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+SHAPES: list[dict[str, int]] = [{"dp": 2}, {"dp": 2, "tp": 2}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [(mode, shape) for mode in MODES for shape in SHAPES if mode != "external" or "tp" not in shape],
+    ids=str,
+)
 def test_resume_at_every_step_is_the_uninterrupted_run(mode: str, shape: dict[str, int]) -> None:
-    if mode == "external" and len(shape) > 1:
-        pytest.skip("external steps need a pure data-parallel mesh")
     window = 1 if mode == "external" else 2
 
     def run(mesh: Any) -> None:
@@ -345,6 +349,65 @@ def test_a_record_whose_sequences_do_not_fit_one_bin_is_an_error() -> None:
     texts = run_ranks({"dp": 2}, run)
     assert len({text.split("\n")[0] for text in texts}) == 1
     assert "18 tokens, seq_len is 16" in texts[0]
+
+
+def documents_of(sample: Any) -> SampleMetadata:
+    return SampleMetadata(len(sample), packing_costs={"documents": 1})
+
+
+def test_budgets_limit_every_bin() -> None:
+    """CONTRACT 1, packing_budgets: additive and inclusive."""
+
+    def run(mesh: Any, limit: int, metadata_fn: Any = documents_of) -> int:
+        settings = {"packing_budgets": {"documents": limit}}
+        given = {"metadata_fn": metadata_fn, "pack_fn": lambda samples, seq_len: len(samples), "collate_fn": max}
+        with loader_of("split", mesh, Texts(), 4, settings, **given) as loader:
+            return max(loader)
+
+    assert max(run_ranks({"dp": 2}, lambda mesh: run(mesh, 9))) > 3
+    assert max(run_ranks({"dp": 2}, lambda mesh: run(mesh, 3))) == 3
+    with pytest.raises(DataPlaneError, match=r"index \d+.*packing_costs lacks \['documents'\]"):
+        run_ranks({"dp": 2}, lambda mesh: run(mesh, 3, lambda sample: SampleMetadata(len(sample))))
+
+
+def test_a_single_sample_above_a_budget_is_an_error_even_when_oversize_is_allowed() -> None:
+    def run(mesh: Any) -> str:
+        table = [
+            {"pack_tokens": 40 if index == 7 else 4, "packing_costs": {"images": 2 if index == 9 else 1}}
+            for index in range(48)
+        ]
+        settings = {"packing_budgets": {"images": 1}, "oversized_policy": "single"}
+        with (
+            loader_of("precomputed", mesh, Texts(), 4, settings, metadata=table) as loader,
+            pytest.raises(DataPlaneError) as caught,
+        ):
+            list(loader)
+        return str(caught.value).split("\n")[0]
+
+    texts = run_ranks({"dp": 2}, run)
+    assert texts[0] == texts[1]
+    assert "budget 0 is limited to 1.0" in texts[0]
+
+
+def test_external_steps_of_text_are_packed_and_collated_by_the_built_in_functions() -> None:
+    """Samples of an external source are sequences already: repack_sequences packs and collates them."""
+
+    def run(mesh: Any) -> list[Any]:
+        def text(length: int) -> dict[str, Any]:
+            return {"input_ids": np.full(length, length), "labels": np.full(length, length)}
+
+        steps = [[[text(3), text(2)], [text(5 + mesh.get_rank())]] for _ in range(2)]
+        with build_distributed_dataloader(
+            None,
+            mesh,
+            DistributedDatasetConfig(seq_len=8, local_batch_size=2, repack_sequences=True, timeout_s=10.0),
+            external_step_source=steps,
+        ) as loader:
+            return [(batch["input_ids"].shape, batch["num_label_tokens"]) for batch in loader]
+
+    results = run_ranks({"dp": 2}, run)
+    assert all(shape == (2, 8) for batches in results for shape, _ in batches)
+    assert [a + b for (_, a), (_, b) in zip(*results, strict=True)] == [21, 21]
 
 
 def test_repacked_text_counts_its_labels_on_every_rank() -> None:
