@@ -6,6 +6,7 @@ Notation: ``R`` ranks, ``W`` rounds, ``q`` bins a micro-batch, ``C`` tokens a bi
 * **Work.** ``lockstep >= T / R`` and ``makespan >= (T + initial loads) / R``: the mean over ranks of what is carried.
   Loads are multiples of the costs' greatest common divisor, so the bound is rounded up to one.
 * **Largest sample.** One micro-batch holds it: ``lockstep, makespan >= c_max``.
+* **Earlier loads.** No bin is empty, so ``makespan >= the largest initial load + the W * q cheapest samples``.
 * **Levels.** ``floor[w]`` bounds the slowest micro-batch of round ``w`` (rounds in descending order of it). A bin holds
   at most ``k`` samples of more than ``C / (k + 1)`` tokens, so ``w * R`` micro-batches at most ``w * R * q * k`` of
   them: the next in descending cost lies in a further micro-batch. Pigeonhole; for k = 1 it is the argument behind the
@@ -66,7 +67,9 @@ def lower_bound(instance: Instance, objective: str) -> Bound:
     levels = 0.0
     if instance.padding is None and not instance.initial.any():
         levels = _water_filling(instance, work, floor, reach)
-    alone = max(largest + int(instance.initial.min()), int(instance.initial.max()))
+    alone = largest + int(instance.initial.min())
+    if instance.initial.any():
+        alone = max(alone, int(instance.initial.max()) + _least_of_a_rank(instance))
     value = max(float(even), float(alone), levels)
     return Bound(value, float(work), float(largest), largest > even, floor, reach)
 
@@ -77,6 +80,11 @@ def balance_bound(largest: float, work: float, ranks: int) -> float:
         return 0.0
     rest = (work - largest) / (ranks - 1)
     return max(0.0, squared_variation([largest] + [rest] * (ranks - 1)) * (1 - 1e-12))
+
+
+def _least_of_a_rank(instance: Instance) -> int:
+    """No bin is empty: a rank carries as many samples as it has bins, at best the cheapest."""
+    return int(np.sort(instance.costs)[: instance.rounds * instance.slots].sum())
 
 
 def _rounded_up(instance: Instance, carried: int) -> int:
@@ -126,7 +134,7 @@ def _reach(instance: Instance, work: int) -> NDArray[np.float64]:
     dense_first = slice(None, None, -1) if (density == best_density).all() else np.argsort(-density, kind="stable")
     filled = np.concatenate([[0], np.cumsum(tokens[dense_first])])
     carried = np.concatenate([[0], np.cumsum(costs[dense_first])])
-    knapsack = np.interp(bins * capacity, filled, carried)
+    knapsack = interpolated(bins * capacity, filled, carried)
     company = np.searchsorted(tokens, np.minimum(tokens, capacity - tokens), side="right") - 1
     value = costs + np.where(company >= 0, (capacity - tokens) * best_density[np.maximum(company, 0)], 0.0)
     longest = np.cumsum(largest_first(value, int(bins[-1])))
@@ -140,9 +148,19 @@ def largest_first(values: NDArray[Any], count: int) -> NDArray[np.float64]:
     return np.asarray(-np.sort(-values), np.float64)
 
 
+def interpolated(at: NDArray[Any] | float, known: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Linear between ascending ``known`` points, constant outside.
+
+    numpy's own may fuse a multiplication and an addition, on some machines only; plans must not depend on that.
+    """
+    right = np.clip(np.searchsorted(known, at, side="right"), 1, len(known) - 1)
+    part = (np.clip(at, known[0], known[-1]) - known[right - 1]) / np.maximum(known[right] - known[right - 1], 1)
+    return np.asarray(values[right - 1] + part * (values[right] - values[right - 1]))
+
+
 def _water_filling(instance: Instance, work: int, floor: NDArray[np.float64], reach: NDArray[np.float64]) -> float:
     filled = 0.0
     for level, most in zip(floor, reach, strict=True):
         filled = max(filled, min(filled + instance.ranks * level, most))
     # The knapsack is computed in float64; the margin keeps its rounding on the safe side.
-    return float(floor.sum() + max(work - filled, 0.0) / instance.ranks) * (1 - 1e-12)
+    return float(sum(floor.tolist()) + max(work - filled, 0.0) / instance.ranks) * (1 - 1e-12)

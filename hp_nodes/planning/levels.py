@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_nodes.planning.bounds import Bound, largest_first
+from hp_nodes.planning.bounds import Bound, interpolated, largest_first
 from hp_nodes.planning.instance import Instance
 
 __all__ = ["Levels", "first_floor", "highest_floor", "level_out", "next_floor"]
@@ -108,10 +108,10 @@ def _tokens(instance: Instance, cost: NDArray[np.float64], raised: int) -> NDArr
     tokens, taken, placed = np.zeros(len(cost)), 0.0, 0.0
     room = float(instance.ranks * instance.slots * instance.capacity)
     for round_ in range(raised):
-        wanted = float(np.interp(placed + instance.ranks * cost[round_], carried, filled))
+        wanted = float(interpolated(placed + instance.ranks * cost[round_], carried, filled))
         wanted = min(wanted, taken + room)
         tokens[round_] = (wanted - taken) / instance.ranks
-        taken, placed = wanted, float(np.interp(wanted, filled, carried))
+        taken, placed = wanted, float(interpolated(wanted, filled, carried))
     if raised < len(cost):
         tokens[raised:] = (filled[-1] - taken) / (instance.ranks * (len(cost) - raised))
     return tokens
