@@ -28,7 +28,7 @@ __all__ = ["NEVER", "Effort", "ExchangeSets", "disturb", "forbid", "improve", "m
 NEVER = np.iinfo(np.int64).max // 4
 IDLE = 3
 """Sweeps without an exchange before the search ends; partners differ from sweep to sweep."""
-MOST_PARTNERS = 64
+MOST_PARTNERS = 128
 FEW_UNITS = 16
 CHUNK = 1 << 18
 """Exchanges weighed at once; bounds the memory."""
@@ -68,7 +68,7 @@ def improve(packing: Packing, target: float, effort: Effort) -> None:
         above = int((packing.load > target).sum()) if instance.rounds == 1 else len(slack.order)
         giving, taking = _pairs(slack.order, above, effort.exchanges // (sets.num * sets.num), sweep)
         idle = 0 if _sweep(packing, sets, slack.excess, giving, taking, sweep) else idle + 1
-        if idle >= IDLE:
+        if idle >= (IDLE if instance.rounds > 1 else 4 * IDLE):
             return
 
 

@@ -179,7 +179,7 @@ def _enough(instance: Instance, bound: Bound, objective: str) -> float:
     if objective == "lockstep":
         return bound.value * (1 + CLOSE)
     mean = (bound.work + float(instance.initial.sum())) / instance.ranks
-    return (mean if objective == "balance" else bound.value) * (1 + CLOSE / 10)
+    return (mean if objective == "balance" else bound.value) * (1 + CLOSE / 2)
 
 
 def _small(instance: Instance) -> bool:
@@ -193,5 +193,5 @@ def _effort(instance: Instance) -> Effort:
     if _small(instance):
         return Effort(sweeps=20, exchanges=exchanges * 3 // 4, thorough=16, worthwhile=0.02)
     if instance.rounds == 1:
-        return Effort(sweeps=60, exchanges=exchanges, thorough=50)
+        return Effort(sweeps=100, exchanges=exchanges, thorough=90)
     return Effort(sweeps=10, exchanges=exchanges, worthwhile=0.04)
