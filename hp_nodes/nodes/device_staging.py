@@ -1,0 +1,181 @@
+"""Staging a batch to a device: one buffer, one transfer, one event, and nobody waits on the host.
+
+Takes a batch on the host, gives the same batch on the device: containers, named tuples, dtypes and everything that is
+no tensor preserved. Its tensors are written into one pinned host buffer of a ring that is reused, copied in one
+transfer on a side stream, and are views of one device buffer. Tensors that are pinned and large already are copied
+from where they are. The consumer's stream waits for the batch's event, the host for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from hp_nodes.nodes.accelerator import Accelerator
+
+__all__ = ["DeviceStaging", "StagedBatch"]
+
+_ALIGNMENT = 256
+_DIRECT_NBYTES = 1 << 20
+"""A pinned tensor of at least this size is copied from where it is."""
+_SLOT_WAIT_S = 0.0005
+
+
+class StagedBatch:
+    """A batch whose copy is queued.
+
+    Attributes:
+        data: the batch, its tensors on the device; not valid before :meth:`deliver`.
+    """
+
+    def __init__(self, data: Any, event: Any, buffers: list[torch.Tensor], accelerator: Accelerator) -> None:
+        self.data = data
+        self._event = event
+        self._buffers = buffers
+        self._accelerator = accelerator
+
+    def deliver(self) -> Any:
+        """The batch, for use on the calling thread's current stream from here on."""
+        stream = self._accelerator.current_stream()
+        self._accelerator.wait(stream, self._event)
+        for buffer in self._buffers:
+            self._accelerator.hand_over(buffer, stream)
+        return self.data
+
+
+class _Slot:
+    """A pinned buffer and the event behind the last copy out of it."""
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+        self.event: Any = None
+
+
+class DeviceStaging:
+    """Stages batches, one after the other, from one thread.
+
+    Args:
+        accelerator: the device.
+        slots: pinned buffers in the ring: batches whose copy may be under way at the same time.
+        cpu_fields: names of mapping entries (or fields) that stay on the host.
+    """
+
+    def __init__(self, accelerator: Accelerator, slots: int, cpu_fields: Collection[str] = ()) -> None:
+        self._accelerator = accelerator
+        self._cpu_fields = frozenset(cpu_fields)
+        self._ring = [_Slot() for _ in range(max(1, slots))]
+        self._next = 0
+        self._stream: Any = None
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Page-locked memory held."""
+        return sum(slot.buffer.numel() for slot in self._ring if slot.buffer is not None)
+
+    def stage(self, data: Any) -> StagedBatch:
+        """Queue the copy of ``data``; returns before it is done."""
+        self._accelerator.set_device()  # of the thread that stages, which may have changed
+        if self._stream is None:
+            self._stream = self._accelerator.new_stream()
+        tensors: list[torch.Tensor] = []
+
+        def seen(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        self._rebuilt(data, seen, lambda value: value)
+        packed = [tensor for tensor in tensors if not _copied_directly(tensor)]
+        device_buffer, places = self._transfer(packed)
+        buffers = [] if device_buffer is None else [device_buffer]
+        position = iter(places)
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if _copied_directly(tensor):
+                target = self._accelerator.empty(tensor.nbytes, self._stream).view(tensor.dtype).view(tensor.shape)
+                self._accelerator.copy(target, tensor, self._stream)
+                buffers.append(target)
+                return target
+            start = next(position)
+            assert device_buffer is not None
+            return device_buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+        result = self._rebuilt(data, moved, lambda value: self._accelerator.move(value, self._stream))
+        return StagedBatch(result, self._close_slot(bool(packed)), buffers, self._accelerator)
+
+    def close(self) -> None:
+        """Give back pinned memory and the stream, once the copies out of it are done."""
+        for slot in self._ring:
+            self._wait_for(slot)
+            slot.buffer = slot.event = None
+        self._stream = None
+
+    def _transfer(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[int]]:
+        """Write tensors into the next pinned buffer and queue its copy: the device buffer, and where each starts."""
+        places, end = [], 0
+        for tensor in tensors:
+            places.append(end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not tensors:
+            return None, places
+        slot = self._ring[self._next]
+        self._wait_for(slot)
+        if slot.buffer is None or slot.buffer.numel() < end:
+            slot.buffer = self._accelerator.pinned(max(end, _ALIGNMENT))
+        for tensor, start in zip(tensors, places, strict=True):
+            if tensor.nbytes:
+                flat = slot.buffer[start : start + tensor.nbytes]
+                flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        device_buffer = self._accelerator.empty(max(end, _ALIGNMENT), self._stream)
+        self._accelerator.copy(device_buffer[:end], slot.buffer[:end], self._stream)
+        return device_buffer, places
+
+    def _wait_for(self, slot: _Slot) -> None:
+        """Until the copy out of it is done. Polled: to wait on an event would count as a host synchronisation."""
+        while slot.event is not None and not self._accelerator.done(slot.event):
+            time.sleep(_SLOT_WAIT_S)
+
+    def _close_slot(self, used: bool) -> Any:
+        event = self._accelerator.record(self._stream)
+        if used:
+            self._ring[self._next].event = event
+            self._next = (self._next + 1) % len(self._ring)
+        return event
+
+    def _rebuilt(self, value: Any, tensor_fn: Callable[[Any], Any], movable_fn: Callable[[Any], Any]) -> Any:
+        """``value`` with its tensors, and what else can be moved, replaced; fields that stay are left alone."""
+
+        def walk(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                if type(item) is torch.Tensor and item.device.type == "cpu" and item.layout is torch.strided:
+                    return tensor_fn(item)
+                return movable_fn(item)
+            if isinstance(item, Mapping):
+                pairs = {key: entry if key in self._cpu_fields else walk(entry) for key, entry in item.items()}
+                return pairs if type(item) is dict else _like(item, pairs)
+            if isinstance(item, tuple) and hasattr(item, "_fields"):
+                names = item._fields
+                return type(item)(*(v if n in self._cpu_fields else walk(v) for n, v in zip(names, item, strict=True)))
+            if type(item) in (list, tuple):
+                return type(item)(walk(entry) for entry in item)
+            if dataclasses.is_dataclass(item) and not isinstance(item, type):
+                names = [field.name for field in dataclasses.fields(item) if field.init]
+                changed = {n: walk(getattr(item, n)) for n in names if n not in self._cpu_fields}
+                return dataclasses.replace(item, **changed)
+            return movable_fn(item) if callable(getattr(item, "to", None)) else item
+
+        return walk(value)
+
+
+def _copied_directly(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes >= _DIRECT_NBYTES and tensor.is_contiguous() and tensor.is_pinned()
+
+
+def _like(item: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+    try:
+        return type(item)(pairs)  # type: ignore[call-arg]
+    except TypeError:
+        return pairs
