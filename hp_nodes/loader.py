@@ -18,6 +18,7 @@ from torchdata.nodes import BaseNode
 from hp_nodes.nodes.graph import all_nodes, node_names, read_state, restore
 from hp_nodes.nodes.graph_check import check_graph
 from hp_nodes.nodes.neighbours import settle
+from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.sample_reader import SampleReader
 from hp_nodes.nodes.window_sampler import WindowSampler, begin_epoch, find_cursor
 from hp_nodes.state import (
@@ -86,6 +87,8 @@ class DistributedDataLoader:
         self._resumed = False
         self._held = False
         self._closed = False
+        self._underway = False
+        """Whether something was delivered since the loader was last set to a place."""
         self._failure: BaseException | None = None
         self._finalizer = weakref.finalize(self, _close_transports, self._transports)
         self.graph.reset(None)
@@ -110,7 +113,8 @@ class DistributedDataLoader:
             self._exhausted = True
             raise
         except BaseException as error:
-            self._failure = error
+            if not is_interruption(error):
+                self._failure = error
             raise
         if not isinstance(batch, MicroBatch):
             raise TypeError(f"the graph gave a {type(batch).__name__}; accepted: MicroBatch, as a Collator makes them")
@@ -118,6 +122,7 @@ class DistributedDataLoader:
         self._resumed = False
         if self._logs and batch.ends_step and batch.report is not None:
             logger.info("epoch %d step %d: %s", batch.epoch, batch.step, balance_line(batch.report))
+        self._underway = True
         return batch.data
 
     def _next_batch(self) -> Any:
@@ -151,16 +156,24 @@ class DistributedDataLoader:
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch is {epoch!r}; accepted: an int >= 0")
         cursor = find_cursor(read_state(self.graph))
-        if cursor is not None and cursor[WindowSampler.EPOCH_KEY] == epoch:
+        if cursor is not None and epoch == self._current_epoch(cursor):
             # A finished epoch stays finished: what is left of it is nothing.
-            self._held = cursor[WindowSampler.FINISHED_KEY] or self._exhausted
+            finished = cursor[WindowSampler.FINISHED_KEY] and cursor[WindowSampler.EPOCH_KEY] == epoch
+            self._held = finished or self._exhausted
             self._exhausted = False
             return
         self._begin(epoch)
 
     def _begin(self, epoch: int | None) -> None:
         """Begin ``epoch``; None: whatever the graph says comes next."""
-        self._exhausted = self._held = False
+    def _current_epoch(self, cursor: Mapping[str, Any]) -> int:
+        """The epoch being delivered. Within its first step the state may speak of the end of the one before."""
+        if self._underway and self.last is not None:
+            return self.last.epoch
+        return int(cursor[WindowSampler.EPOCH_KEY])
+
+        self._exhausted = self._held = self._underway = False
+        self._failure = None
         if epoch is None:
             self.graph.reset(None)
         else:
@@ -208,7 +221,8 @@ class DistributedDataLoader:
         except BaseException:
             restore(self.graph, before)
             raise
-        self._exhausted = self._held = False
+        self._exhausted = self._held = self._underway = False
+        self._failure = None
         self._resumed = True
 
     def _scope(self, told: str | None) -> int | None:
@@ -267,13 +281,12 @@ class DistributedDataLoader:
         nodes = list(all_nodes(self.graph))
         # Orderly from the consumer down; because of an error from below, so that whoever waits above is woken.
         for node in nodes if error is not None else reversed(nodes):
-            close = getattr(node, "close", None)
-            if close is not None and getattr(node, "communicates", False) and error is not None:
-                close(error)
-            elif close is not None:
-                close()
-            settle(node)
+            try:
+                _close_node(node, error)
+            except BaseException as failure:  # the others are closed all the same
+                failures.append(failure)
         self._finalizer()
+        failures: list[BaseException] = []
 
     def __enter__(self) -> DistributedDataLoader:
         return self
@@ -283,6 +296,8 @@ class DistributedDataLoader:
 
 
 def balance_line(report: BalanceReport) -> str:
+        if failures:
+            raise failures[0]
     """A report in one line."""
     plan = report.plan
     before = "" if plan.before is None else f"{plan.before:.4g} → "
@@ -316,3 +331,12 @@ def _fingerprint(graph: BaseNode[Any], given: Mapping[str, Any]) -> dict[str, An
 def _close_transports(transports: Sequence[Transport]) -> None:
     for transport in transports:
         transport.close()
+def _close_node(node: BaseNode[Any], error: BaseException | None) -> None:
+    close = getattr(node, "close", None)
+    if close is not None and getattr(node, "communicates", False) and error is not None:
+        close(error)
+    elif close is not None:
+        close()
+    settle(node)
+
+

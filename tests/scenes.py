@@ -26,6 +26,7 @@ from hp_nodes import (
     StepCheckpointer,
     WindowSampler,
 )
+from hp_nodes.nodes.graph import all_nodes
 from hp_nodes.planning import CausalAttentionCostModel
 from hp_nodes.samplers import DistributedBatchSampler
 from hp_nodes.transport import DataTopology, create_transport
@@ -123,11 +124,31 @@ class Scene:
         return StepCheckpointer(node) if self.checkpointer else node
 
     def loader(self, mesh: Any) -> DistributedDataLoader:
-        return DistributedDataLoader(self.graph(mesh), topology=DataTopology.from_mesh(mesh))
+        graph = self.graph(mesh)
+        held = {id(node.transport): node.transport for node in all_nodes(graph) if hasattr(node, "transport")}
+        return DistributedDataLoader(graph, topology=DataTopology.from_mesh(mesh), transports=list(held.values()))
 
     def _put(self, node: BaseNode[Any]) -> BaseNode[Any]:
         wrap = self.insert.get(type(node).__name__)
         return node if wrap is None else wrap(node)
+
+
+class Passing(BaseNode[Any]):
+    """A user's node that hands on what it gets, and its source's state."""
+
+    def __init__(self, source: BaseNode[Any]) -> None:
+        super().__init__()
+        self.source = source
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.source.reset(initial_state)
+
+    def next(self) -> Any:
+        return next(self.source)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.source.state_dict()
 
 
 def content(batch: Any) -> Any:

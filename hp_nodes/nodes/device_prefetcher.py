@@ -13,7 +13,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from hp_nodes.nodes.graph import all_nodes, read_state
-from hp_nodes.nodes.run_ahead import RunAhead, again
+from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import ConsumerClock
 from hp_nodes.types import MicroBatch
@@ -87,7 +87,8 @@ class DevicePrefetcher(Stage[MicroBatch]):
                     self._ahead = RunAhead(self._stage, self.depth, self.clock, self.name)
                 batch, self._state = self._ahead.take()
         except BaseException as error:
-            self._end = error
+            if not is_interruption(error):
+                self._end = error
             raise
         return self.give(batch)
 

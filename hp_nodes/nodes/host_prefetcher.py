@@ -20,7 +20,7 @@ from torchdata.nodes import BaseNode
 from hp_nodes.errors import DataPlaneError, exchanging
 from hp_nodes.nodes.graph import all_nodes, read_state
 from hp_nodes.nodes.planner import Planner
-from hp_nodes.nodes.run_ahead import RunAhead, again
+from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import Transport
 from hp_nodes.transport.handed_over import HandedOverTransport
@@ -67,6 +67,9 @@ class HostPrefetcher(Stage[MicroBatch]):
         self._pull = _WindowPull(self.edge, self.name, transport, _planned_with(source, transport))
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        untold = _announced(self)
+        if untold is not None and self.transport.size > 1:  # the others hear of it before this rank goes elsewhere
+            self._announce_close(untold, self.transport.timeout_s)
         self._stop()
         super().reset(initial_state)
 
@@ -98,16 +101,17 @@ class HostPrefetcher(Stage[MicroBatch]):
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the thread: at the agreed place, or, because of an error, after telling the other ranks of it."""
-        if error is not None and self.transport.size > 1 and self._end is None:
-            self._announce_close(error)
+        told = isinstance(self._end, (DataPlaneError, StopIteration))
+        if error is not None and self.transport.size > 1 and not told:
+            self._announce_close(error, _GRACE_S)
         self._stop()
 
-    def _announce_close(self, error: BaseException) -> None:
-        """Answer the next opening with "closed", or the error that the others do not know of yet, for a short time."""
+    def _announce_close(self, error: BaseException, within_s: float) -> None:
+        """Answer the next opening with "closed", or the error that the others do not know of yet, for some time."""
         announce(self, Status.CLOSED if not isinstance(error, DataPlaneError) else error)
         if self._ahead is None:
             self._ahead = self._run_ahead()
-        self._ahead.run_on(_GRACE_S)
+        self._ahead.run_on(within_s)
         announce(self, None)
 
     def _stop(self) -> None:
@@ -130,7 +134,13 @@ class HostPrefetcher(Stage[MicroBatch]):
                 self._ahead = self._run_ahead()
             return self._ahead.take()
         except BaseException as error:
-            self._end = error
+            if not is_interruption(error):
+                self._end = error
+            elif self.depth == 0:
+                self._end = RuntimeError(
+                    f"{self.name} was interrupted while it built a window; go on with load_state_dict or set_epoch on "
+                    "every rank, or build a new loader"
+                )
             raise
 
 
@@ -150,6 +160,12 @@ class _WindowPull:
         self._edge = edge
         self._name = name
         self._transport = transport
+def _announced(graph: BaseNode[Any]) -> DataPlaneError | None:
+    """The error that still waits for the next opening below ``graph``."""
+    waiting = next((node.announcement for node in all_nodes(graph) if hasattr(node, "announcement")), None)
+    return waiting if isinstance(waiting, DataPlaneError) else None
+
+
 
     def __call__(self) -> Unit:
         unit: Unit = []
@@ -160,7 +176,7 @@ class _WindowPull:
         except StopIteration:
             status = Status.END
         except BaseException as failure:
-            if isinstance(failure, DataPlaneError) and failure.agreed:
+            if (isinstance(failure, DataPlaneError) and failure.agreed) or is_interruption(failure):
                 raise
             status, error = Status.ERROR, self._failure(failure, unit)
         self._close(status, error, unit)

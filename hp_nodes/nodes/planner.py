@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
+from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.planning import BalancingAlgorithm, PackingPlan, PackingProblem, plan_packing
 from hp_nodes.planning.wire import plan_from_bytes, plan_nbytes, plan_to_bytes
@@ -94,6 +95,7 @@ class Planner(Stage[Window]):
         return {self.EPOCH_KEY: epoch, self.STEP_KEY: step, self.LOADS_KEY: loads.tolist()}
 
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
+        self.announcement = None
         self._loads = None
         if entry is not None:
             loads = np.asarray(entry[self.LOADS_KEY], dtype=np.float64)
@@ -137,7 +139,7 @@ class Planner(Stage[Window]):
         except StopIteration:
             return Status.END, None
         except BaseException as error:
-            if isinstance(error, DataPlaneError) and error.agreed:
+            if (isinstance(error, DataPlaneError) and error.agreed) or is_interruption(error):
                 raise
             failed = self._failure(error, window)
             failed.__cause__ = error
@@ -236,7 +238,8 @@ class Planner(Stage[Window]):
             return self._broadcast_plan(problem, window)
         planned = self._plan(problem, window)
         if isinstance(planned, DataPlaneError):
-            self._raise_everywhere(planned)
+            # A user's algorithm may fail on one rank alone: the exchange of the next node tells the others.
+            raise planned
         return planned
 
     def _raise_everywhere(self, error: DataPlaneError | None) -> NoReturn:
@@ -252,8 +255,11 @@ class Planner(Stage[Window]):
                 report = replace(plan.report, objective=self.objective, lower_bound=plan.report.after)
                 plan = replace(plan, report=report)
             return plan
-        except Exception as error:
-            failed = DataPlaneError.of(error, rank=None, node=self.name, epoch=window.epoch, step=window.step)
+        except BaseException as error:
+            if is_interruption(error):
+                raise
+            rank = None if self.algorithm is None else self.transport.global_ranks[self.transport.rank]
+            failed = DataPlaneError.of(error, rank=rank, node=self.name, epoch=window.epoch, step=window.step)
             failed.__cause__ = error
             return failed
 

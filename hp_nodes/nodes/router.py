@@ -15,6 +15,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
+from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.transport import Transport
 from hp_nodes.transport.codec import Codec
@@ -71,7 +72,7 @@ class Router(Stage[Window]):
         except StopIteration:
             status = Status.END
         except BaseException as failure:
-            if isinstance(failure, DataPlaneError) and failure.agreed:
+            if (isinstance(failure, DataPlaneError) and failure.agreed) or is_interruption(failure):
                 raise
             status, error = Status.ERROR, self._failure(failure, window)
         located = exchanging(self.name) if window is None else exchanging(self.name, window.epoch, window.step)

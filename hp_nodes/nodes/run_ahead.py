@@ -23,7 +23,7 @@ from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport import ConsumerClock
 from hp_nodes.transport.handed_over import HandedOverTransport
 
-__all__ = ["RunAhead", "again", "in_background"]
+__all__ = ["RunAhead", "again", "in_background", "is_interruption"]
 
 T = TypeVar("T")
 _POLL_S = 0.1
@@ -41,6 +41,11 @@ def in_background() -> bool:
 
 
 class RunAhead(Generic[T]):
+def is_interruption(error: BaseException) -> bool:
+    """Whether this is Control-C in the consumer's thread: no failure of the data plane, and raised as it is."""
+    return isinstance(error, KeyboardInterrupt) and not in_background()
+
+
     """Units from ``produce``, built in a thread.
 
     Args:
@@ -139,6 +144,15 @@ class _Core(Generic[T]):
             if self.units:
                 return self.units.popleft()
             assert self.end is not None
+        try:
+            return self._awaited(name)
+        except KeyboardInterrupt:
+            # The consumer got nothing. Its next call takes the same unit, so all ranks still count alike.
+            with self.condition:
+                self.consumed -= 1
+            raise
+
+    def _awaited(self, name: str) -> T:
             raise again(self.end)
 
     def start(self, name: str) -> None:

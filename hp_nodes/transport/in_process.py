@@ -30,6 +30,7 @@ class _Meeting:
         self.sequence = [0] * size
         self.arrived: dict[int, dict[int, tuple[str, Any]]] = {}
         self.unread: dict[int, int] = {}
+        self.closed: set[int] = set()
 
 
 class VirtualWorld:
@@ -99,6 +100,8 @@ class InProcessTransport:
             self._world.condition.notify_all()
 
     def close(self) -> None:
+        with self._world.condition:
+            self._meeting.closed.add(self.rank)
         self.interrupt()
 
     def _meet(self, where: str, value: Any) -> list[Any]:
@@ -134,6 +137,10 @@ class InProcessTransport:
             raise self._error(f"{where}: interrupted, because this rank's loader was closed")
         missing = [self.global_ranks[place] for place in range(self.size) if place not in arrived]
         gone = {rank: self._world.departed[rank] for rank in missing if rank in self._world.departed}
+        closed = [place for place in sorted(self._meeting.closed) if place not in arrived]
+        if closed and not gone:
+            rank = self.global_ranks[closed[0]]
+            raise self._error(f"{where}: rank {rank} has closed its end of the group", rank)
         if gone:
             reasons = "; ".join(f"rank {rank} {why}" for rank, why in gone.items())
             raise self._error(f"{where}: {reasons}", min(gone))
