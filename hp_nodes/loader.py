@@ -85,10 +85,10 @@ class DistributedDataLoader:
         self._data_rank = self._scope(state_scope)
         self._exhausted = False
         self._resumed = False
-        self._held = False
-        self._closed = False
         self._underway = False
         """Whether something was delivered since the loader was last set to a place."""
+        self._held = False
+        self._closed = False
         self._failure: BaseException | None = None
         self._finalizer = weakref.finalize(self, _close_transports, self._transports)
         self.graph.reset(None)
@@ -120,9 +120,9 @@ class DistributedDataLoader:
             raise TypeError(f"the graph gave a {type(batch).__name__}; accepted: MicroBatch, as a Collator makes them")
         self.last = batch
         self._resumed = False
+        self._underway = True
         if self._logs and batch.ends_step and batch.report is not None:
             logger.info("epoch %d step %d: %s", batch.epoch, batch.step, balance_line(batch.report))
-        self._underway = True
         return batch.data
 
     def _next_batch(self) -> Any:
@@ -164,14 +164,14 @@ class DistributedDataLoader:
             return
         self._begin(epoch)
 
-    def _begin(self, epoch: int | None) -> None:
-        """Begin ``epoch``; None: whatever the graph says comes next."""
     def _current_epoch(self, cursor: Mapping[str, Any]) -> int:
         """The epoch being delivered. Within its first step the state may speak of the end of the one before."""
         if self._underway and self.last is not None:
             return self.last.epoch
         return int(cursor[WindowSampler.EPOCH_KEY])
 
+    def _begin(self, epoch: int | None) -> None:
+        """Begin ``epoch``; None: whatever the graph says comes next."""
         self._exhausted = self._held = self._underway = False
         self._failure = None
         if epoch is None:
@@ -279,6 +279,7 @@ class DistributedDataLoader:
         self._closed = True
         error = error if error is not None else self._failure
         nodes = list(all_nodes(self.graph))
+        failures: list[BaseException] = []
         # Orderly from the consumer down; because of an error from below, so that whoever waits above is woken.
         for node in nodes if error is not None else reversed(nodes):
             try:
@@ -286,7 +287,8 @@ class DistributedDataLoader:
             except BaseException as failure:  # the others are closed all the same
                 failures.append(failure)
         self._finalizer()
-        failures: list[BaseException] = []
+        if failures:
+            raise failures[0]
 
     def __enter__(self) -> DistributedDataLoader:
         return self
@@ -296,8 +298,6 @@ class DistributedDataLoader:
 
 
 def balance_line(report: BalanceReport) -> str:
-        if failures:
-            raise failures[0]
     """A report in one line."""
     plan = report.plan
     before = "" if plan.before is None else f"{plan.before:.4g} → "
@@ -328,9 +328,6 @@ def _fingerprint(graph: BaseNode[Any], given: Mapping[str, Any]) -> dict[str, An
     return {**found, **given}
 
 
-def _close_transports(transports: Sequence[Transport]) -> None:
-    for transport in transports:
-        transport.close()
 def _close_node(node: BaseNode[Any], error: BaseException | None) -> None:
     close = getattr(node, "close", None)
     if close is not None and getattr(node, "communicates", False) and error is not None:
@@ -340,3 +337,6 @@ def _close_node(node: BaseNode[Any], error: BaseException | None) -> None:
     settle(node)
 
 
+def _close_transports(transports: Sequence[Transport]) -> None:
+    for transport in transports:
+        transport.close()

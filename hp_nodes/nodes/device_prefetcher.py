@@ -84,6 +84,7 @@ class DevicePrefetcher(Stage[MicroBatch]):
                 batch, self._state = self._stage()
             else:
                 if self._ahead is None:
+                    self.clock.in_background()
                     self._ahead = RunAhead(self._stage, self.depth, self.clock, self.name)
                 batch, self._state = self._ahead.take()
         except BaseException as error:

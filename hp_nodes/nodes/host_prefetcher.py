@@ -152,6 +152,12 @@ def announce(graph: BaseNode[Any], what: DataPlaneError | Status | None) -> None
             return
 
 
+def _announced(graph: BaseNode[Any]) -> DataPlaneError | None:
+    """The error that still waits for the next opening below ``graph``."""
+    waiting = next((node.announcement for node in all_nodes(graph) if hasattr(node, "announcement")), None)
+    return waiting if isinstance(waiting, DataPlaneError) else None
+
+
 class _WindowPull:
     """Pulls one window's micro-batches and closes it with the other ranks. Knows the source, not the prefetcher."""
 
@@ -160,12 +166,6 @@ class _WindowPull:
         self._edge = edge
         self._name = name
         self._transport = transport
-def _announced(graph: BaseNode[Any]) -> DataPlaneError | None:
-    """The error that still waits for the next opening below ``graph``."""
-    waiting = next((node.announcement for node in all_nodes(graph) if hasattr(node, "announcement")), None)
-    return waiting if isinstance(waiting, DataPlaneError) else None
-
-
 
     def __call__(self) -> Unit:
         unit: Unit = []

@@ -40,12 +40,12 @@ def in_background() -> bool:
     return isinstance(threading.current_thread(), _Thread)
 
 
-class RunAhead(Generic[T]):
 def is_interruption(error: BaseException) -> bool:
     """Whether this is Control-C in the consumer's thread: no failure of the data plane, and raised as it is."""
     return isinstance(error, KeyboardInterrupt) and not in_background()
 
 
+class RunAhead(Generic[T]):
     """Units from ``produce``, built in a thread.
 
     Args:
@@ -134,6 +134,15 @@ class _Core(Generic[T]):
             self.allowed = self.consumed + self.depth
             self.start(name)
             self.condition.notify_all()
+        try:
+            return self._awaited(name)
+        except KeyboardInterrupt:
+            # The consumer got nothing. Its next call takes the same unit, so all ranks still count alike.
+            with self.condition:
+                self.consumed -= 1
+            raise
+
+    def _awaited(self, name: str) -> T:
         if self.handed_over is not None:
             self.handed_over.launch_until(lambda: bool(self.units) or self.end is not None)
         with self.condition:
@@ -144,15 +153,6 @@ class _Core(Generic[T]):
             if self.units:
                 return self.units.popleft()
             assert self.end is not None
-        try:
-            return self._awaited(name)
-        except KeyboardInterrupt:
-            # The consumer got nothing. Its next call takes the same unit, so all ranks still count alike.
-            with self.condition:
-                self.consumed -= 1
-            raise
-
-    def _awaited(self, name: str) -> T:
             raise again(self.end)
 
     def start(self, name: str) -> None:
