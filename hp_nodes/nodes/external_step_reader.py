@@ -19,6 +19,7 @@ from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
 from hp_nodes.nodes.graph import node_names
+from hp_nodes.nodes.run_ahead import in_background
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.nodes.step_source import StepSource
 from hp_nodes.nodes.window_sampler import WindowSampler
@@ -97,6 +98,7 @@ class ExternalStepReader(Stage[Window]):
     # ---- state
 
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
+        self.announcement = None
         self._ahead.clear()
         self._ended = self._running = False
         if entry is not None:
@@ -124,6 +126,10 @@ class ExternalStepReader(Stage[Window]):
     def source_state(self) -> dict[str, Any]:
         assert self._paired is not None
         return dict(self._paired)
+
+    def buffered(self) -> int:
+        """Rounds read ahead."""
+        return len(self._ahead)
 
     def close(self, error: BaseException | None = None) -> None:
         """Let go of the source's running iteration."""
@@ -176,6 +182,8 @@ class ExternalStepReader(Stage[Window]):
             self._read_ahead()
             error = self._ahead[0].error if self._ahead else None
         except BaseException as failure:
+            if isinstance(failure, KeyboardInterrupt) and not in_background():
+                raise  # Control-C in the loop's own thread is no failure of the source
             error = failure
         if error is not None:
             step = self._rounds // self.rounds_per_step

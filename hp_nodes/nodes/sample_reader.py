@@ -19,6 +19,7 @@ from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import failing_at
 from hp_nodes.nodes.read_workers import ReadError, ReadWorkers, read_batch
+from hp_nodes.nodes.run_ahead import in_background
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.randomness import occurrence
 from hp_nodes.types import SampleKey, Window
@@ -88,6 +89,10 @@ class SampleReader(Stage[Window]):
     def source_state(self) -> dict[str, Any]:
         return dict(self._paired) if self._paired is not None else super().source_state()
 
+    def buffered(self) -> int:
+        """Windows that the workers read ahead."""
+        return len(self._taken)
+
     def next(self) -> Window:
         if self.num_workers == 0:
             window = self.pull()
@@ -141,7 +146,7 @@ class SampleReader(Stage[Window]):
                     raise _raised_again(failure)
         except BaseException as error:
             # Whatever is still on its way belongs to windows that will not be given.
-            self._end = error
+            self._end = error if not _interrupts(error) else RuntimeError(f"{self.name} was interrupted while it read")
             self._taken.clear()
             if not isinstance(error, StopIteration):
                 workers.close()
@@ -161,6 +166,8 @@ class SampleReader(Stage[Window]):
                     place.at(key)
                     self._check_index(key)
         except BaseException as error:
+            if _interrupts(error):
+                raise
             self._end = error
             return None
         self._taken.append((window, super().source_state()))
@@ -195,6 +202,11 @@ def _keys_to_read(window: Window) -> tuple[SampleKey, ...]:
     assert share.indices is not None, "planned before they are read, samples are known by index"
     columns = share.positions.tolist(), share.indices.tolist(), share.parts.tolist()
     return tuple(SampleKey(*key) for key in zip(*columns, strict=True))
+
+
+def _interrupts(error: BaseException) -> bool:
+    """Control-C in the loop's own thread: no failure of a read."""
+    return isinstance(error, KeyboardInterrupt) and not in_background()
 
 
 def _raised_again(failure: ReadError) -> Exception:

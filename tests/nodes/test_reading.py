@@ -224,7 +224,7 @@ def test_a_killed_worker_is_one_error_on_every_rank() -> None:
 
     start = time.monotonic()
     texts = run_ranks({"dp": 2}, run)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 25
     assert texts[0] == texts[1]
     assert "rank 1, node SampleReader" in texts[0]
     assert "reader worker 1 (pid " in texts[0]
