@@ -15,9 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["from_text", "to_text"]
+__all__ = ["Unsaveable", "from_text", "to_text"]
 
 _TAG = "__hp_nodes__"
+
+
+class Unsaveable:
+    """Stands in a state for something that cannot be saved; writing it as text raises ``why`` as a ValueError."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
 
 
 def to_text(value: Any) -> str:
@@ -62,6 +69,8 @@ def _encoded(value: Any, path: str) -> Any:
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
     if kind is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and value.dtype in _DTYPES:
         return {_TAG: "tensor", "array": _encoded(value.detach().contiguous().numpy(), path)}
+    if kind is Unsaveable:
+        raise ValueError(value.why)
     raise ValueError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}; a node's state may hold None, bool, int, float, str, "
         "bytes, list, tuple, dict, numpy numbers and arrays, and CPU tensors of integers or floats"

@@ -15,14 +15,9 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-__all__ = ["SourceWithoutStateDict", "StepSource"]
+from hp_nodes.plain import Unsaveable
 
-
-class SourceWithoutStateDict:
-    """Stands in a state for that of a source which has none, so that the state cannot be saved by mistake."""
-
-    def __repr__(self) -> str:
-        return "SourceWithoutStateDict()"
+__all__ = ["StepSource"]
 
 
 class StepSource(BaseNode[Any]):
@@ -97,10 +92,7 @@ class StepSource(BaseNode[Any]):
 
     def _resumed(self, given: Mapping[str, Any] | None) -> Iterator[Any]:
         if given is None or not self.resumable:
-            raise ValueError(
-                f"the step source, a {type(self.steps).__name__}, has no state to resume from; accepted for resuming: "
-                "a source with state_dict and load_state_dict, or a torchdata node"
-            )
+            raise ValueError(self._not_resumable())
         self._epoch, self._items, self._exhausted = int(given[self.EPOCH_KEY]), int(given[self.ITEMS_KEY]), False
         self._set_epoch(self._epoch)
         if isinstance(self.steps, BaseNode):
@@ -126,7 +118,7 @@ class StepSource(BaseNode[Any]):
             return copy.deepcopy(self._given)
         state: Any = None
         if not self.resumable:
-            state = SourceWithoutStateDict()
+            state = Unsaveable(self._not_resumable())
         elif self._running is not None:
             state = self._state_of_source()
         return {
@@ -144,6 +136,12 @@ class StepSource(BaseNode[Any]):
     def close(self) -> None:
         """Let go of the running iteration, and with it of the workers it may have."""
         self._running = None
+
+    def _not_resumable(self) -> str:
+        return (
+            f"the step source, a {type(self.steps).__name__}, cannot say where it stands, so the loader has no state; "
+            "accepted for resuming: a source with state_dict and load_state_dict, or a torchdata node"
+        )
 
     def _stands_at_the_end_of(self, given: Mapping[str, Any]) -> bool:
         return self._exhausted and self._epoch == given[self.EPOCH_KEY]
