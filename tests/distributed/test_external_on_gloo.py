@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -35,6 +36,21 @@ def test_groups_of_two(four_ranks: RankPool) -> None:
 
 def test_without_a_size_the_ranks_of_a_node_are_a_group(four_ranks: RankPool) -> None:
     assert [sum(sample[2] for sample in steps[0]) for steps in four_ranks.run(_deliver, None)] == [10] * 4
+
+
+def _deliver_on_two_nodes() -> list[list[Sample]]:
+    named, rank = socket.gethostname, dist.get_rank()
+    socket.gethostname = lambda: f"node-{rank % 2}"
+    try:
+        return _deliver(None)
+    finally:
+        socket.gethostname = named
+
+
+def test_without_a_size_ranks_of_other_nodes_are_other_groups(four_ranks: RankPool) -> None:
+    """Ranks 0 and 2 bring 9s and share a node, where nothing can be gained; so do 1 and 3 with their 1s."""
+    for rank, steps in enumerate(four_ranks.run(_deliver_on_two_nodes)):
+        assert steps == [samples_of(step) for step in rounds(rank, [9 if rank in (0, 2) else 1, 1])]
 
 
 def _heavy(sample: Sample) -> Any:
