@@ -146,12 +146,12 @@ class _Construction:
             self.empty[units, slots] = False
 
     def _fill_empty(self, rest: NDArray[np.intp]) -> None:
-        """As many samples as bins are empty, or fewer: one each, the largest to the largest need."""
-        units, slots = np.nonzero(self.empty)
-        order = np.argsort(-self.need[units], kind="stable")[: len(rest)]
-        # Several bins of one unit may be among them, so sums must be accumulated.
-        self.bins[rest] = units[order] * self.instance.slots + slots[order]
-        self.num_empty -= len(rest)
+        """As many samples as bins are empty, or fewer: in turns, one each, the largest to the largest need."""
+        while len(rest):
+            units = np.flatnonzero(self.empty.any(axis=1))
+            units = units[np.argsort(-self.need[units], kind="stable")][: len(rest)]
+            batch, rest = rest[: len(units)], rest[len(units) :]
+            self._put(batch, units, self.empty[units].argmax(axis=1))
 
     def _place_alone(self, oversized: NDArray[np.intp]) -> None:
         """Each in a bin of its own that nothing else enters, the bins of different micro-batches first."""
