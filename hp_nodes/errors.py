@@ -12,6 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from hp_nodes.timing import exchange_begins, exchange_ended
 from hp_nodes.types import SampleKey
 
 __all__ = ["DataPlaneError", "exchanging", "failing_at", "note_location"]
@@ -146,9 +147,12 @@ def _from_fields(fields: dict[str, Any], agreed: bool) -> DataPlaneError:
 
 
 class exchanging:  # noqa: N801  a context, read as a verb
-    """Context: a transport's own failure inside (a time limit, a broken connection) happened at this node and step."""
+    """Context: a transport's own failure inside (a time limit, a broken connection) happened at this node and step.
 
-    __slots__ = ("_epoch", "_node", "_step")
+    Its time counts as exchanging.
+    """
+
+    __slots__ = ("_began", "_epoch", "_node", "_step")
 
     def __init__(self, node: str, epoch: int | None = None, step: int | None = None) -> None:
         self._node = node
@@ -156,9 +160,10 @@ class exchanging:  # noqa: N801  a context, read as a verb
         self._step = step
 
     def __enter__(self) -> None:
-        return None
+        self._began = exchange_begins()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        exchange_ended(self._began)
         if isinstance(error, DataPlaneError) and error.node is None:
             error.node, error.epoch, error.step = self._node, self._epoch, self._step
 

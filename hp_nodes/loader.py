@@ -20,6 +20,7 @@ from hp_nodes.nodes.graph_check import check_graph
 from hp_nodes.nodes.neighbours import settle
 from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.sample_reader import SampleReader
+from hp_nodes.nodes.stats import GraphClock, LoaderStats
 from hp_nodes.nodes.window_sampler import WindowSampler, begin_epoch, find_cursor
 from hp_nodes.state import (
     RANKS_FIELD,
@@ -78,6 +79,7 @@ class DistributedDataLoader:
         """What a checkpoint must agree with, by name."""
         self.last: MicroBatch | None = None
         """The micro-batch delivered last; None before the first."""
+        self._clock = GraphClock(graph)
         self._transports = tuple(transports)
         self._length = length if length is not None else samplers[0].micro_batches_per_epoch if samplers else None
         self._logs = log_balance and topology is not None and topology.is_constructor and topology.data_rank == 0
@@ -127,7 +129,7 @@ class DistributedDataLoader:
 
     def _next_batch(self) -> Any:
         try:
-            return next(self.graph)
+            return self._clock.next()
         except StopIteration:
             if not self._resumed or find_cursor(read_state(self.graph)) is not None:
                 raise
@@ -135,7 +137,7 @@ class DistributedDataLoader:
         # nothing, and what was asked for is the next one.
         self._resumed = False
         self.graph.reset(None)
-        return next(self.graph)
+        return self._clock.next()
 
     def __len__(self) -> int:
         """Micro-batches of an epoch on this rank.
@@ -269,6 +271,13 @@ class DistributedDataLoader:
         for name in unknown:
             del entries[name]
         return [f"there is no node {name!r}, whose entry was dropped" for name in unknown]
+
+    def stats(self) -> LoaderStats:
+        """What each node of this rank's graph did so far, and how long the training loop waited for it.
+
+        Printed it is a table; ``stats().bottleneck`` is a sentence; ``stats().since(earlier)`` leaves out the start.
+        """
+        return self._clock.stats()
 
     # ---- end
 

@@ -134,6 +134,11 @@ class PlanReport:
     note: str = ""
     """What limits the plan, when that can be told: for example one sample that outweighs a rank's fair share."""
 
+    def _repr_html_(self) -> str:
+        from hp_nodes.display import plan_report_html
+
+        return plan_report_html(self)
+
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
@@ -146,6 +151,11 @@ class PackingPlan:
     bins: NDArray[np.int32]
     oversized: NDArray[np.bool_]
     report: PlanReport
+
+    def _repr_html_(self) -> str:
+        from hp_nodes.display import plan_html
+
+        return plan_html(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,11 @@ class BalanceReport:
     dropped: int = 0
     plan_digest: int | None = None
     """Of the bins of the window planned last: equal on all ranks that carry out the same plan."""
+
+    def _repr_html_(self) -> str:
+        from hp_nodes.display import report_html
+
+        return report_html(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +258,11 @@ class Window:
                 changed[name] = values[chosen]
         return replace(self, **changed)
 
+    def _repr_html_(self) -> str:
+        from hp_nodes.display import window_html
+
+        return window_html(self)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -263,6 +283,11 @@ class MicroBatch:
     num_tokens: int | None = None
     num_label_tokens: int | None = None
     report: BalanceReport | None = None
+
+    def _repr_html_(self) -> str:
+        from hp_nodes.display import micro_batch_html
+
+        return micro_batch_html(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """The nodes, one stage a file, in the order of the flow."""
 
 from hp_nodes.nodes.collator import Collator
+from hp_nodes.nodes.description import describe
 from hp_nodes.nodes.device_prefetcher import DevicePrefetcher
 from hp_nodes.nodes.external_step_reader import ExternalStepReader
-from hp_nodes.nodes.graph_check import check_graph, describe, peek
+from hp_nodes.nodes.graph_check import check_graph, peek
 from hp_nodes.nodes.host_prefetcher import HostPrefetcher
 from hp_nodes.nodes.metadata_deriver import MetadataDeriver
 from hp_nodes.nodes.model_parallel_broadcaster import ModelParallelBroadcaster

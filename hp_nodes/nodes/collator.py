@@ -68,6 +68,10 @@ class Collator(Stage[MicroBatch]):
             return {self.PLACE_KEY: list(self._skip[0]), self.GIVEN_KEY: self._skip[1]}
         return None
 
+    def buffered(self) -> int:
+        """Micro-batches of the window in hand that are still to be given."""
+        return 0 if self._window is None else self._window.num_rounds - self._given
+
     def next(self) -> MicroBatch:
         if self._window is None:
             self._take()

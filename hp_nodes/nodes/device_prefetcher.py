@@ -76,6 +76,13 @@ class DevicePrefetcher(Stage[MicroBatch]):
         assert self._state is not None
         return dict(self._state)
 
+    @property
+    def own_thread(self) -> bool:
+        return self.depth > 0
+
+    def buffered(self) -> int:
+        return 0 if self._ahead is None else self._ahead.ready()
+
     def next(self) -> MicroBatch:
         if self._end is not None:
             raise again(self._end)
@@ -85,7 +92,7 @@ class DevicePrefetcher(Stage[MicroBatch]):
             else:
                 if self._ahead is None:
                     self.clock.in_background()
-                    self._ahead = RunAhead(self._stage, self.depth, self.clock, self.name)
+                    self._ahead = RunAhead(self._stage, self.depth, self.clock, self.name, times=self.times)
                 batch, self._state = self._ahead.take()
         except BaseException as error:
             if not is_interruption(error):

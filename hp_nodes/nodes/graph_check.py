@@ -1,4 +1,4 @@
-"""Looking at a graph: what may not stand where, a drawing in text, and what flows behind a node."""
+"""Looking at a graph: what may not stand where, and what flows behind a node."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from hp_nodes.nodes.graph import all_nodes, node_names, read_state, restore, sources
+from hp_nodes.nodes.graph import all_nodes, node_names, read_state, restore
 from hp_nodes.nodes.neighbours import refusal, runs_ahead
 
-__all__ = ["check_graph", "describe", "peek"]
+__all__ = ["check_graph", "peek"]
 
 
 def check_graph(root: BaseNode[Any]) -> None:
@@ -33,25 +33,6 @@ def check_graph(root: BaseNode[Any]) -> None:
                 "with other ranks: its reset can put two threads into one source, which loses items. Put it below the "
                 "Planner, or use HostPrefetcher"
             )
-
-
-def describe(graph: BaseNode[Any]) -> str:
-    """The graph as text, the topmost node first, each source indented below its reader; user nodes included."""
-    names = node_names(graph)
-
-    def lines(node: BaseNode[Any], depth: int) -> list[str]:
-        kind = type(node).__name__
-        label = names[id(node)] if names[id(node)] == kind else f"{names[id(node)]} ({kind})"
-        settings = ", ".join(f"{key}={value!r}" for key, value in vars(node).items() if _is_setting(key, value))
-        text = f"{'  ' * depth}{label}({settings})" if settings else f"{'  ' * depth}{label}"
-        return [text, *(line for source in sources(node) for line in lines(source, depth + 1))]
-
-    return "\n".join(lines(graph, 0))
-
-
-def _is_setting(key: str, value: Any) -> bool:
-    hidden = key.startswith("_") or key in ("name", "first_given")
-    return not hidden and isinstance(value, (bool, int, float, str))
 
 
 def peek(graph: BaseNode[Any], after: str) -> Any:

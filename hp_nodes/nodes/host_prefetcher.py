@@ -84,6 +84,14 @@ class HostPrefetcher(Stage[MicroBatch]):
         assert self._state is not None
         return dict(self._state)
 
+    @property
+    def own_thread(self) -> bool:
+        return self.depth > 0
+
+    def buffered(self) -> int:
+        """Windows built ahead, the one that is being delivered included."""
+        return bool(self._unit) + (0 if self._ahead is None else self._ahead.ready())
+
     def next(self) -> MicroBatch:
         if not self._unit:
             self._unit.extend(self._next_window())
@@ -122,7 +130,8 @@ class HostPrefetcher(Stage[MicroBatch]):
     def _run_ahead(self) -> RunAhead[Unit]:
         self.clock.in_background()
         handed_over = self.transport if isinstance(self.transport, HandedOverTransport) else None
-        return RunAhead(self._pull, self.depth, self.clock, self.name, self.transport.interrupt, handed_over)
+        wake = self.transport.interrupt
+        return RunAhead(self._pull, self.depth, self.clock, self.name, wake, handed_over, self.times)
 
     def _next_window(self) -> Unit:
         if self._end is not None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from hp_nodes.errors import DataPlaneError
+from hp_nodes.timing import NodeTimes
 from hp_nodes.transport import ConsumerClock
 from hp_nodes.transport.handed_over import HandedOverTransport
 
@@ -55,6 +56,7 @@ class RunAhead(Generic[T]):
         name: of the thread.
         wake: called to end a wait inside ``produce`` when the thread shall leave at once.
         handed_over: launches, on the consumer's thread, what the thread wants to exchange.
+        times: of the node that owns this, to count in.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class RunAhead(Generic[T]):
         name: str,
         wake: Callable[[], None] | None = None,
         handed_over: HandedOverTransport | None = None,
+        times: NodeTimes | None = None,
     ) -> None:
-        self._core: _Core[T] = _Core(produce, depth, wake, handed_over)
+        self._core: _Core[T] = _Core(produce, depth, wake, handed_over, times or NodeTimes())
         self._clock = clock
         self._name = name
         self._finalizer = weakref.finalize(self, _forgotten, self._core)
@@ -82,6 +85,10 @@ class RunAhead(Generic[T]):
             return self._core.take(self._name)
         with self._clock.waiting():
             return self._core.take(self._name)
+
+    def ready(self) -> int:
+        """Units that are built and wait to be taken."""
+        return len(self._core.units)
 
     def finish(self, within_s: float) -> None:
         """Let the thread run to the end of what it may build, then stop it. What was built is forgotten.
@@ -115,7 +122,9 @@ class _Core(Generic[T]):
         depth: int,
         wake: Callable[[], None] | None,
         handed_over: HandedOverTransport | None,
+        times: NodeTimes,
     ) -> None:
+        self.times = times
         self.handed_over = handed_over
         self.produce = produce
         self.depth = depth
@@ -130,6 +139,7 @@ class _Core(Generic[T]):
 
     def take(self, name: str) -> T:
         with self.condition:
+            self.times.taken(len(self.units))
             self.consumed += 1
             self.allowed = self.consumed + self.depth
             self.start(name)
@@ -176,12 +186,14 @@ class _Core(Generic[T]):
         built = 0
         while True:
             with self.condition:
+                stopped = time.perf_counter()
                 while built >= self.allowed and not self.closing:
                     self.condition.wait(_POLL_S)
+                self.times.full += time.perf_counter() - stopped
                 if built >= self.allowed:
                     return
             try:
-                unit = self.produce()
+                unit = self.times.produced(self.produce)
             except BaseException as error:
                 with self.condition:
                     self.end = error

@@ -6,13 +6,16 @@ to say, one entry of its own. ``reset`` only sets cursors; threads, workers and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, TypeVar
 
+from torch.autograd import profiler
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import note_location
 from hp_nodes.nodes.graph import NODES_KEY, free_name, node_names, read_state, restore, sources
+from hp_nodes.timing import NodeTimes
 from hp_nodes.types import MicroBatch, Window
 
 __all__ = ["Edge", "Stage"]
@@ -23,6 +26,8 @@ Place = tuple[int, int, int]
 
 class Stage(BaseNode[T]):
     """Base of the nodes. A subclass implements ``next`` and, when it has state, ``own_state`` and ``restore_own``.
+
+    Each ``next`` is counted in ``times`` and, while a torch profiler is on, a range with the node's name.
 
     Args:
         source: the node below, or None for a leaf.
@@ -37,6 +42,11 @@ class Stage(BaseNode[T]):
     communicates = False
     requires_entry = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "next" in cls.__dict__:
+            cls.next = _counted(cls.__dict__["next"])  # type: ignore[method-assign, assignment]
+
     def __init__(self, source: BaseNode[Any] | None, *, name: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if source is not None and not isinstance(source, BaseNode):
@@ -46,6 +56,7 @@ class Stage(BaseNode[T]):
             raise ValueError(f"two nodes are called {name!r}; give one of them another name")
         self.source = source
         self.name = name if name is not None else free_name(type(self).__name__, taken)
+        self.times = NodeTimes()
         self.first_given: Place | None = None
         """Place of the first item since the last reset, for the check in the node above."""
         self.edge = Edge(source, self.name) if source is not None else None
@@ -86,6 +97,15 @@ class Stage(BaseNode[T]):
             entries[self.name] = own
         return {NODES_KEY: entries}
 
+    @property
+    def own_thread(self) -> bool:
+        """Whether the nodes below run in a thread of this node."""
+        return False
+
+    def buffered(self) -> int:
+        """Items taken from the source, or built of them, that the node above was not given yet."""
+        return 0
+
     def pull(self) -> Any:
         """The source's next item, checked to be the one that follows."""
         assert self.edge is not None
@@ -96,6 +116,19 @@ class Stage(BaseNode[T]):
         if self.first_given is None:
             self.first_given = _place(item)
         return item
+
+
+def _counted(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A node's ``next``, which counts what it took."""
+
+    @wraps(function)
+    def counted_next(self: Stage[Any]) -> Any:
+        if not profiler._is_profiler_enabled:
+            return self.times.frame(function, self)
+        with profiler.record_function(self.name):
+            return self.times.frame(function, self)
+
+    return counted_next
 
 
 def _entries_of(state: Any, name: str) -> dict[str, Any] | None:
@@ -124,14 +157,15 @@ class Edge:
     def __init__(self, source: BaseNode[Any], reader: str) -> None:
         self.source = source
         self.reader = reader
-        self._foreign_source = not isinstance(source, Stage)
+        self.times = None if isinstance(source, Stage) else NodeTimes()
+        """Of nodes directly below that are not ours, all together."""
         self._last: Window | MicroBatch | None = None
 
     def pull(self) -> Any:
-        if not self._foreign_source:
+        if self.times is None:
             return next(self.source)
         try:
-            item = next(self.source)
+            item = self.times.frame(next, self.source)
         except StopIteration:
             self._end()
             raise
