@@ -83,6 +83,7 @@ class ExternalStepReader(Stage[Window]):
         self._epoch = 0
         self._rounds = 0
         self._finished = False
+        self._next_epoch_first = False
         self._ahead: deque[_Round] = deque()
         self._paired: dict[str, Any] | None = None
         self._ended = False
@@ -110,8 +111,10 @@ class ExternalStepReader(Stage[Window]):
                     f"{self.name}: the state has consumed {entry[self.CONSUMED_KEY]} bins, no whole number of rounds "
                     f"of {self.local_batch_size}"
                 )
+            # Restored at its end, an epoch has nothing left, and what is asked for next is the next epoch.
+            self._next_epoch_first = self._finished
         elif self._started and self._delivered:
-            self._epoch, self._rounds, self._finished = self._epoch + 1, 0, False
+            self._begin_next_epoch()
         self._started = True
         self._delivered = False
         self._paired = super().source_state()
@@ -138,6 +141,8 @@ class ExternalStepReader(Stage[Window]):
     # ---- windows
 
     def next(self) -> Window:
+        if self._next_epoch_first:
+            self._begin_next_epoch()
         step, number = divmod(self._rounds, self.rounds_per_step)
         with exchanging(self.name, self._epoch, step):
             last = self._open(step, number)
@@ -150,6 +155,9 @@ class ExternalStepReader(Stage[Window]):
         self._finished = ends_step and last
         self._paired = self._ended_state(read.state) if self._finished else read.state
         return self.give(self._window(read.bins, step, number, ends_step))
+
+    def _begin_next_epoch(self) -> None:
+        self._epoch, self._rounds, self._finished, self._next_epoch_first = self._epoch + 1, 0, False, False
 
     def _open(self, step: int, number: int) -> bool | None:
         """Agree with the other ranks that each has this round; returns whether it is the last. None: all ended.

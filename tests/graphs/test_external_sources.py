@@ -187,6 +187,9 @@ def test_a_finished_state_goes_on_with_the_next_epoch() -> None:
             assert list(again) == []
             assert [samples_of(batch) for batch in again] == second
             assert again.last.epoch == 1
+        with scene.loader(mesh) as other:
+            other.load_state_dict(state)
+            assert [samples_of(batch) for batch in other] == second
         with scene.loader(mesh) as third:
             third.load_state_dict(state)
             third.set_epoch(1)
