@@ -247,6 +247,14 @@ def test_an_error_in_one_ranks_loop_reaches_the_other(two_ranks: RankPool) -> No
     assert max(seconds for _, seconds in results) < 12
 
 
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_an_error_in_one_ranks_loop_reaches_constructors_and_peers(four_ranks: RankPool, culprit: int) -> None:
+    results = four_ranks.run(_raise_in_the_loop, DP2_TP2, culprit)
+    for rank, (text, seconds) in enumerate(results):
+        assert text.startswith("FloatingPointError" if rank == culprit else "DataPlaneError")
+        assert seconds < 12
+
+
 # ---- beside the trainer
 
 
