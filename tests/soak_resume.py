@@ -8,6 +8,7 @@ state on others, with another micro-batch, window, prefetch depth and mode; and 
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ from typing import Any
 import pytest
 
 from graphs import DistributedDatasetConfig, build_distributed_dataloader
-from hp_nodes import SampleMetadata
+from hp_nodes import SampleMetadata, WorkloadCost
 from hp_nodes.samplers import DistributedBatchSampler
 from hp_nodes.transport import run_ranks
 from tests.reference_order import rank_share, step_records
 from tests.saved_states import Records
 
-RANKS = (1, 2, 3, 4, 6)
+RANKS = (1, 1, 2, 2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,19 @@ class Configuration:
 
 def draw(generator: random.Random) -> Configuration:
     """A configuration in which every layout divides the global batch."""
-    global_batch = generator.randint(1, 24)
+    global_batch = generator.randint(1, 16)
     steps = generator.randint(1, 4)
     size = generator.choice(
         (global_batch * steps + generator.randrange(global_batch), 10**9 + generator.randrange(999))
     )
     layouts = []
-    for _ in range(generator.randint(2, 3)):
+    for _ in range(2):
         ranks = generator.choice([ranks for ranks in RANKS if global_batch % ranks == 0])
         share = global_batch // ranks
         micro = generator.choice([micro for micro in range(1, share + 1) if share % micro == 0])
         kinds = generator.random() < 0.5, generator.random() < 0.7
         layouts.append(
-            Layout(ranks, micro, generator.randint(1, 4), generator.randint(0, 2), *kinds, generator.randint(1, 3))
+            Layout(ranks, micro, generator.randint(1, 4), generator.randint(0, 2), *kinds, generator.randint(1, 2))
         )
     last = size // global_batch - 1
     first = generator.randint(0, min(last, 10**6))
@@ -84,9 +85,7 @@ class Lengths:
         return SampleMetadata(1 + index * 7919 % 31)
 
 
-def cost(metadata: SampleMetadata) -> Any:
-    from hp_nodes import WorkloadCost
-
+def cost(metadata: SampleMetadata) -> WorkloadCost:
     return WorkloadCost(llm=float(metadata.pack_tokens**2))
 
 
@@ -168,10 +167,13 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    start = time.perf_counter()
-    steps = sum(map(check, configurations(options.configurations, options.seed)))
-    seconds = time.perf_counter() - start
-    print(f"{options.configurations} configurations, {steps} steps, every one as defined; {seconds:.0f} s")
+    logging.getLogger("hp_nodes").setLevel(logging.ERROR)
+    start, steps = time.perf_counter(), 0
+    for number, configuration in enumerate(configurations(options.configurations, options.seed), 1):
+        steps += check(configuration)
+        if number % 500 == 0 or number == options.configurations:
+            seconds = time.perf_counter() - start
+            print(f"{number} configurations, {steps} steps, every one as defined; {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
