@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphs.config import DistributedDatasetConfig
+from hp_nodes.nodes.accelerator import open_accelerator
 from hp_nodes.nodes.batch_layout import BatchLayout
 from hp_nodes.nodes.metadata_table import MetadataTable
 from hp_nodes.samplers import check_batch_sampler
@@ -51,7 +52,7 @@ def refusals(dataset: Any, topology: DataTopology, config: DistributedDatasetCon
     problems = problems or _function_problems(config, given) + _spec_problems(given) + _later(config, given)
     if problems:
         return problems
-    problems = _mesh_problems(topology, config, given)
+    problems = _mesh_problems(topology, config, given) + _device_problems(topology, given)
     problems += _worker_problems(given["dataloader_kwargs"] or {})
     if is_external(given):
         return problems
@@ -206,7 +207,7 @@ def _spec_problems(given: Arguments) -> list[str]:
 
 
 def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
-    """What is accepted by name but not built yet. TODO(device-copy), TODO(device-backends), TODO(skip-records)."""
+    """What is accepted by name but not built yet. TODO(device-backends), TODO(skip-records)."""
     problems = []
     if config.on_error == "skip":
         problems.append("on_error='skip' comes later; accepted so far: 'raise'")
@@ -216,14 +217,25 @@ def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
         there = kind is not None and kind.is_available()
         why = "comes later" if there else f"needs a {needed[backend].upper()} device, and there is none here"
         problems.append(f"communication_backend {backend!r} {why}; accepted so far: 'auto', 'gloo'")
-    device = given["device"]
-    if device is not None:
-        try:
-            if torch.device(device).type != "cpu":
-                problems.append(f"device {device!r} comes later; accepted so far: 'cpu'")
-        except (RuntimeError, TypeError) as error:
-            problems.append(f"device is {device!r} ({str(error).splitlines()[0]}); accepted: a torch device")
     return problems
+
+
+def _device_problems(topology: DataTopology, given: Arguments) -> list[str]:
+    device = given["device"]
+    if device is None:
+        return []
+    try:
+        if torch.device(device).type == "cpu":
+            return []
+    except (RuntimeError, TypeError) as error:
+        return [f"device is {device!r} ({str(error).splitlines()[0]}); accepted: a torch device"]
+    if len(topology.model_parallel_ranks) > 1:  # TODO(device-broadcast)
+        return [f"device {device!r} with model-parallel ranks comes later; accepted so far: 'cpu'"]
+    try:
+        open_accelerator(device)
+    except (ValueError, ImportError, RuntimeError) as error:
+        return [f"{error}; accepted here: 'cpu'"]
+    return []
 
 
 def _mesh_problems(topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:

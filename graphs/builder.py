@@ -73,7 +73,7 @@ def build_distributed_dataloader(
         dataloader_kwargs: those of torch's DataLoader that only change how records are read.
         pack_fn, split_fn: ``(samples, seq_len) → packed`` and record → sequences; both or neither.
         collate_fn: the bins of a round → what the loop gets. Whole records are handed to it untouched.
-        device: None, or the CPU so far.
+        device: None or the CPU; a CUDA or NPU device turns staging to it on (data-parallel meshes so far).
         model_batch_spec: what a micro-batch looks like, see :class:`hp_nodes.ModelParallelBroadcaster`; None:
             ``collate_fn.model_batch_spec``, else that of the built-in text, else it is sent to model peers.
         batch_sampler: on every rank; only constructors advance it.
@@ -109,7 +109,7 @@ def build_distributed_dataloader(
     held: list[Transport] = [create_transport(topology, "all", timeout_s=config.timeout_s)]
     try:
         agreed = agree(held[0], topology, offer)
-        graph = _graph(parts, topology, config, agreed, held)
+        graph = _graph(parts, topology, config, agreed, held, device or "cpu")
         return DistributedDataLoader(
             graph,
             fingerprint=agreed.fingerprint,
@@ -199,6 +199,7 @@ def _graph(
     config: DistributedDatasetConfig,
     agreed: Offer,
     held: list[Transport],
+    device: Any,
 ) -> BaseNode[MicroBatch]:
     """The graph of this rank. Every group that it makes is put into ``held``."""
 
@@ -214,7 +215,7 @@ def _graph(
         balanced = create_balance_group(topology, data, config.balance_group_size)
         if balanced is not data:
             held.append(balanced)
-        return external_graph(parts, config, data, balanced, model)
+        return external_graph(parts, config, data, balanced, model, device=device)
     if not topology.is_constructor:
         return peer_graph(agreed.start, config, model, tensors, parts.batch_spec)
     if parts.nothing_to_plan and topology.data_rank == 0:
@@ -245,6 +246,7 @@ def _native_parts(dataset: Any, config: DistributedDatasetConfig, given: Mapping
         batch_spec=batch_spec(config, given),
         num_workers=workers,
         worker_options=options,
+        device=given["device"] or "cpu",
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["DistributedDatasetConfig"]
+import torch
+
+__all__ = ["DistributedDatasetConfig", "staged_ahead"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class DistributedDatasetConfig:
             )
         if problems:
             raise ValueError("DistributedDatasetConfig: " + "; ".join(problems))
+
+
+def staged_ahead(device: Any, config: DistributedDatasetConfig) -> int:
+    """Micro-batches staged ahead on ``device``: on the CPU there is nowhere to stage them to."""
+    return 0 if torch.device(device).type == "cpu" else config.device_prefetch_depth
 
 
 def _is_int(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from graphs.config import DistributedDatasetConfig
+from graphs.config import DistributedDatasetConfig, staged_ahead
 from hp_nodes import (
     Collator,
     DevicePrefetcher,
@@ -62,7 +62,6 @@ def external_graph(
     model: Transport,
     *,
     device: Any = "cpu",
-    device_prefetch_depth: int = 0,
 ) -> BaseNode[MicroBatch]:
     """The graph of a rank, over all data-parallel ranks, its balancing group and its model-parallel group.
 
@@ -94,6 +93,6 @@ def external_graph(
     batches: BaseNode[MicroBatch] = Collator(windows, parts.collate_fn, local_batch_size=size)
     everyone = data if group is data else CoupledTransport(data, group)
     batches = HostPrefetcher(batches, everyone, config.host_prefetch_depth)
-    batches = DevicePrefetcher(batches, device, device_prefetch_depth)
+    batches = DevicePrefetcher(batches, device, staged_ahead(device, config))
     batches = ModelParallelBroadcaster(batches, model, allow_pickle=config.allow_pickle)
     return StepCheckpointer(batches)

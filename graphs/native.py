@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from graphs.config import DistributedDatasetConfig
+from graphs.config import DistributedDatasetConfig, staged_ahead
 from hp_nodes import (
     Collator,
     DevicePrefetcher,
@@ -57,6 +57,7 @@ class NativeParts:
     batch_spec: Any = None
     num_workers: int = 0
     worker_options: Mapping[str, Any] | None = None
+    device: Any = "cpu"
 
 
 def native_graph(
@@ -88,7 +89,7 @@ def native_graph(
     collate_fn = parts.collate_fn if parts.batch_spec is None else _Fitting(parts.collate_fn, parts.batch_spec)
     batches: BaseNode[MicroBatch] = Collator(windows, collate_fn, local_batch_size=size)
     batches = HostPrefetcher(batches, data, config.host_prefetch_depth)
-    batches = DevicePrefetcher(batches, "cpu", 0)
+    batches = DevicePrefetcher(batches, parts.device, staged_ahead(parts.device, config))
     batches = ModelParallelBroadcaster(
         batches, model, parts.batch_spec, tensors=tensors, allow_pickle=config.allow_pickle
     )

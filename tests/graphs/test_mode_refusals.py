@@ -103,7 +103,7 @@ LATER: dict[str, tuple[dict[str, Any], str]] = {
         "communication_backend 'nccl' .*accepted so far: 'auto', 'gloo'",
     ),
     "hccl": ({"config": {"communication_backend": "hccl"}}, "needs a NPU device, and there is none here; accepted"),
-    "device": ({"device": "cuda:0"}, "device 'cuda:0' comes later; accepted so far: 'cpu'"),
+    "device": ({"device": "cuda:0"}, "device 'cuda:0'.*finds no device here; accepted here: 'cpu'"),
     "no device": ({"device": "gpu"}, "device is 'gpu'.*accepted: a torch device"),
 }
 
