@@ -5,7 +5,8 @@ Notation: ``R`` ranks, ``W`` rounds, ``q`` bins a micro-batch, ``C`` tokens a bi
 
 * **Work.** ``lockstep >= T / R`` and ``makespan >= (T + initial loads) / R``: the mean over ranks of what is carried.
   Loads are multiples of the costs' greatest common divisor, so the bound is rounded up to one.
-* **Largest sample.** One micro-batch holds it: ``lockstep, makespan >= c_max``.
+* **Largest sample.** One micro-batch holds it, and no other bin there is empty: ``lockstep >= c_max`` + the ``q - 1``
+  cheapest samples; ``makespan`` the same with the rank's ``W * q`` bins.
 * **Earlier loads.** No bin is empty, so ``makespan >= the largest initial load + the W * q cheapest samples``.
 * **Levels.** ``floor[w]`` bounds the slowest micro-batch of round ``w`` (rounds in descending order of it). A bin holds
   at most ``k`` samples of more than ``C / (k + 1)`` tokens, so ``w * R`` micro-batches at most ``w * R * q * k`` of
@@ -38,6 +39,8 @@ __all__ = ["Bound", "balance_bound", "lower_bound"]
 
 PER_BIN = 8
 """Levels look at samples of which up to this many fit a bin."""
+NOTED = 1.01
+"""Large samples are said to limit a plan when they raise its bound above an even share by more than this."""
 GCD_SAMPLES = 65536
 """Rounding up to a multiple of the costs is tried up to this many samples; beyond, it changes nothing one could see."""
 
@@ -67,11 +70,13 @@ def lower_bound(instance: Instance, objective: str) -> Bound:
     levels = 0.0
     if instance.padding is None and not instance.initial.any():
         levels = _water_filling(instance, work, floor, reach)
-    alone = largest + int(instance.initial.min())
+    company = _cheapest(instance, instance.slots - 1)
+    alone = largest + company + int(instance.initial.min())
     if instance.initial.any():
-        alone = max(alone, int(instance.initial.max()) + _least_of_a_rank(instance))
+        alone = max(alone, int(instance.initial.max()) + _cheapest(instance, instance.rounds * instance.slots))
     value = max(float(even), float(alone), levels)
-    return Bound(value, float(work), float(largest), largest > even, floor, reach)
+    limited = max(largest + company, levels) > even * NOTED
+    return Bound(value, float(work), float(largest), limited, floor, reach)
 
 
 def balance_bound(largest: float, work: float, ranks: int) -> float:
@@ -82,9 +87,9 @@ def balance_bound(largest: float, work: float, ranks: int) -> float:
     return max(0.0, squared_variation([largest] + [rest] * (ranks - 1)) * (1 - 1e-12))
 
 
-def _least_of_a_rank(instance: Instance) -> int:
-    """No bin is empty: a rank carries as many samples as it has bins, at best the cheapest."""
-    return int(np.sort(instance.costs)[: instance.rounds * instance.slots].sum())
+def _cheapest(instance: Instance, count: int) -> int:
+    """No bin is empty, so so many bins cost at least this."""
+    return int(np.partition(instance.costs, count - 1)[:count].sum()) if 0 < count <= len(instance.costs) else 0
 
 
 def _rounded_up(instance: Instance, carried: int) -> int:
@@ -113,7 +118,7 @@ def _least_padding(instance: Instance) -> int:
 def _floor(instance: Instance) -> NDArray[np.float64]:
     micro_batches = np.arange(instance.rounds, dtype=np.int64) * instance.ranks
     floor = np.zeros(instance.rounds)
-    floor[0] = instance.costs.max(initial=0)
+    floor[0] = instance.costs.max(initial=0) + _cheapest(instance, instance.slots - 1)
     for per_bin in range(1, PER_BIN + 1):
         large = instance.costs[instance.tokens * (per_bin + 1) > instance.capacity]
         ahead = micro_batches * instance.slots * per_bin

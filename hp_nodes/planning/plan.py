@@ -134,7 +134,10 @@ def _report(
     )
 
 
-_LARGEST = "the most expensive sample alone limits the plan; a wider window spreads the rest over more rounds"
+_LARGEST = (
+    "the most expensive samples limit the plan: they outweigh an even share; "
+    "a wider window spreads the rest over more rounds"
+)
 
 
 def _grid(instance: Instance, of_bins: NDArray[np.int64]) -> NDArray[np.int64]:

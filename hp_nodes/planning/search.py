@@ -30,10 +30,12 @@ __all__ = ["arranged", "search"]
 
 CLOSE = 1e-4
 """A plan this close to the bound, relatively, is not improved further."""
-SMALL = 64
+SMALL = 128
 """Windows of up to this many bins are searched in all ways."""
 TOGETHER = (1.2, 1.5)
 """How many of the largest samples share a micro-batch, in the guesses that come after the first."""
+NEAR = 0.002
+"""A small window's plan this close to the bound is not disturbed."""
 KICKS = 6
 KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
 LEARNT = 3
@@ -78,7 +80,7 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
             break
     best = min(improved, key=lambda candidate: candidate.value)
     if _small(instance):
-        best = _kicked(instance, best, target, objective)
+        best = _kicked(instance, best, max(target, bound.value * (1 + NEAR)), objective)
     return best.bins
 
 
@@ -190,8 +192,8 @@ def _effort(instance: Instance) -> Effort:
     """Small windows are searched harder: there the bound is far, and the time is short anyway."""
     # With a price for padding each exchange takes longer to weigh.
     exchanges = 40_000 if instance.padding is None else 15_000
-    if _small(instance):
-        return Effort(sweeps=20, exchanges=exchanges * 3 // 4, thorough=16, worthwhile=0.02)
     if instance.rounds == 1:
         return Effort(sweeps=100, exchanges=exchanges, thorough=90)
+    if _small(instance):
+        return Effort(sweeps=20, exchanges=exchanges * 3 // 4, thorough=16, worthwhile=0.02)
     return Effort(sweeps=10, exchanges=exchanges, worthwhile=0.04)
