@@ -7,6 +7,8 @@ Notation: ``R`` ranks, ``W`` rounds, ``q`` bins a micro-batch, ``C`` tokens a bi
   Loads are multiples of the costs' greatest common divisor, so the bound is rounded up to one.
 * **Largest sample.** One micro-batch holds it, and no other bin there is empty: ``lockstep >= c_max`` + the ``q - 1``
   cheapest samples; ``makespan`` the same with the rank's ``W * q`` bins.
+* **Crowding.** Of the ``k * R + 1`` largest samples some rank carries ``k + 1``: ``makespan >=`` the sum of the ``k +
+  1`` smallest among them (Graham 1969). Only where totals count, so of ``lockstep`` only with one round.
 * **Earlier loads.** No bin is empty, so ``makespan >= the largest initial load + the W * q cheapest samples``.
 * **Levels.** ``floor[w]`` bounds the slowest micro-batch of round ``w`` (rounds in descending order of it). A bin holds
   at most ``k`` samples of more than ``C / (k + 1)`` tokens, so ``w * R`` micro-batches at most ``w * R * q * k`` of
@@ -74,8 +76,9 @@ def lower_bound(instance: Instance, objective: str) -> Bound:
     alone = largest + company + int(instance.initial.min())
     if instance.initial.any():
         alone = max(alone, int(instance.initial.max()) + _cheapest(instance, instance.rounds * instance.slots))
-    value = max(float(even), float(alone), levels)
-    limited = max(largest + company, levels) > even * NOTED
+    crowded = _crowded(instance) + int(instance.initial.min()) if instance.rounds == 1 else 0
+    value = max(float(even), float(alone), float(crowded), levels)
+    limited = max(largest + company, crowded, levels) > even * NOTED
     return Bound(value, float(work), float(largest), limited, floor, reach)
 
 
@@ -85,6 +88,17 @@ def balance_bound(largest: float, work: float, ranks: int) -> float:
         return 0.0
     rest = (work - largest) / (ranks - 1)
     return max(0.0, squared_variation([largest] + [rest] * (ranks - 1)) * (1 - 1e-12))
+
+
+def _crowded(instance: Instance) -> int:
+    """Of the ``k * R + 1`` largest samples some rank carries ``k + 1``; the best over all k."""
+    descending = -np.sort(-instance.costs)
+    before = np.concatenate([[0], np.cumsum(descending)])
+    times = np.arange(1, (len(descending) - 1) // instance.ranks + 1)
+    if not len(times):
+        return 0
+    last = times * instance.ranks
+    return int((before[last + 1] - before[last - times]).max())
 
 
 def _cheapest(instance: Instance, count: int) -> int:

@@ -55,6 +55,11 @@ def test_loads_of_earlier_windows_count_in_makespan_alone() -> None:
     assert bound([1, 1], [4.0, 6.0], "lockstep", **arguments) == 6
 
 
+def test_more_large_samples_than_ranks_crowd_one_of_them() -> None:
+    assert bound([1] * 6, [9.0, 9, 9, 1, 1, 1], "makespan") == 18
+    assert bound([1] * 6, [9.0, 9, 9, 9, 9, 1], "makespan") == 27
+
+
 def test_one_sample_above_its_share_unbalances_any_plan() -> None:
     value = bound([1, 1, 1], [8.0, 1, 1], "balance", data_parallel_size=3, num_rounds=1)
     assert value == pytest.approx(np.var([8, 1, 1]) / (10 / 3) ** 2)
