@@ -150,7 +150,8 @@ class DistributedDataLoader:
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch``; with the current one, stay: a restored position is kept.
+        """Go to the beginning of ``epoch``; with the current one, stay: a restored position is kept. A source that does
+        not say in which epoch it stands goes on with its next one when it has ended.
 
         Raises:
             ValueError: ``epoch`` is no int >= 0.
@@ -158,7 +159,11 @@ class DistributedDataLoader:
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch is {epoch!r}; accepted: an int >= 0")
         cursor = find_cursor(read_state(self.graph))
-        if cursor is not None and epoch == self._current_epoch(cursor):
+        if cursor is None:
+            if self._exhausted:
+                self._begin(None)
+            return
+        if epoch == self._current_epoch(cursor):
             # A finished epoch stays finished: what is left of it is nothing.
             finished = cursor[WindowSampler.FINISHED_KEY] and cursor[WindowSampler.EPOCH_KEY] == epoch
             self._held = finished or self._exhausted

@@ -105,10 +105,10 @@ def deliver(loader: DistributedDataLoader, micro_batches: int) -> list[Any]:
 
 def whole_steps(of_ranks: list[list[Any]], first: int = 0) -> list[Any]:
     """The positions of each step over all ranks: which samples a step holds is promised, their layout is not."""
-    steps: dict[tuple[int, int], list[int]] = {}
+    steps: dict[tuple[int, int], set[int]] = {}
     for found in of_ranks:
         for epoch, step, positions, _ in found:
-            steps.setdefault((epoch, step), []).extend(positions)
+            steps.setdefault((epoch, step), set()).update(positions)
     return [[*step, sorted(positions)] for step, positions in sorted(steps.items())][first:]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hp_nodes.samplers.permutation import KeyedPermutation
 from tests import reference_order
@@ -15,6 +16,12 @@ from tests.soak_resume import check, configurations
 def test_three_hundred_random_configurations() -> None:
     steps = sum(map(check, configurations(300)))
     assert steps > 800
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_ten_thousand_random_configurations() -> None:
+    assert sum(map(check, configurations(10_000, seed=1))) > 25_000
 
 
 def test_the_reference_uses_nothing_of_the_library() -> None:

@@ -175,8 +175,8 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", "--monitor-interval", "0.1", "-m", "tests.distributed.training"]
     with open(tmp_path / "output", "wb") as output:
-        # torchrun keeps its store over restarts, and torch 2.13 then meets addresses of dead processes in it: connecting
-        # its own groups fails. With a store of its own each attempt is as good as new.
+        # torchrun keeps its store over restarts, and torch 2.13 then meets addresses of dead processes in it, so that
+        # connecting its own groups may fail. With a store of its own each attempt is as good as new.
         ours = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environment = {**os.environ, **ours, "PYTHONPATH": os.pathsep.join(sys.path)}
         job = subprocess.Popen([*command, str(tmp_path), str(steps)], stdout=output, stderr=output, env=environment)

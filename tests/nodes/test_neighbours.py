@@ -207,19 +207,30 @@ def test_every_position_of_a_torchdata_source(kind: str) -> None:
     run_ranks({"dp": 2}, run)
 
 
-def test_a_chain_that_ended_goes_on_with_its_next_epoch() -> None:
+@pytest.mark.parametrize("says_epochs", [False, True])
+def test_loops_over_epochs_of_a_source_that_does_not_say_its_epoch(says_epochs: bool) -> None:
     def run(mesh: Any) -> None:
         def fresh() -> DistributedDataLoader:
             return loader_over(windows_of(distributed(0, 1), 0, 1), mesh)
 
+        def loop(loader: DistributedDataLoader, first: int) -> list[Any]:
+            found = []
+            for epoch in range(first, 3):
+                if says_epochs:
+                    loader.set_epoch(epoch)
+                found.append(list(loader))
+            return found
+
         with fresh() as loader:
-            first, state = list(loader), pickled(loader.state_dict())
-            second = list(loader)
-        assert len(second) == len(first)
-        assert second != first
-        with fresh() as resumed:
+            whole = loop(loader, 0)
+            assert [len(batches) for batches in whole] == [STEPS * ROUNDS] * 3
+            assert whole[0] != whole[1] != whole[2]
+        with fresh() as loader:
+            assert list(loader) == whole[0]
+            state = pickled(loader.state_dict())
+        with fresh() as resumed:  # at the end of the first epoch: what is asked for next is the second
             resumed.load_state_dict(state)
-            assert list(resumed) == second
+            assert loop(resumed, 1) == whole[1:]
 
     run_ranks({"dp": 1}, run)
 
