@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,15 @@ SEQ_LEN = 32
 VOCABULARY = 11
 GLOBAL_BATCH = 8
 RECORDS = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices are tiny, and virtual ranks are threads already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Text:
