@@ -75,33 +75,28 @@ class _Construction:
                 else order[place : place + taken]
             )
             waiting, place = waiting[len(chosen) :], place + taken
-            waiting = np.concatenate([self._place(batch, chosen[: len(batch)]), waiting])
+            failed = self._place(batch, chosen[: len(batch)])
+            waiting = np.concatenate([failed, waiting]) if len(failed) else waiting
         nowhere = np.concatenate(self.nowhere) if self.nowhere else order[:0]
         return self.bins, nowhere[np.argsort(-instance.tokens[nowhere], kind="stable")]
 
     def _neediest(self, sample: int, wave: int) -> NDArray[np.intp]:
         """Micro-batches for a wave that starts with ``sample``, the densest need first."""
-        units = np.flatnonzero(self.most_room >= self.instance.tokens[sample])
-        need = self.need[units]
-        enough = need >= self.instance.costs[sample]
-        if enough.any():
-            if not enough.all():
-                units, need = units[enough], need[enough]
-            density = need / np.maximum(self.share[units], self.least_share)
-        else:
-            density = need.astype(np.float64)
-        order = np.argsort(-density, kind="stable")
-        if len(order) <= wave:
-            return units[order]
-        alike = (
-            int(np.searchsorted(-density[order], -ALIKE * density[order[0]], side="right")) if enough.any() else wave
-        )
-        return units[order[: max(alike, wave)]]
+        fits = self.most_room >= self.instance.tokens[sample]
+        enough = fits & (self.need >= self.instance.costs[sample])
+        units = enough.nonzero()[0]
+        if not len(units):
+            units = fits.nonzero()[0]
+            return np.asarray(units[(-self.need[units]).argsort(kind="stable")[:wave]])
+        sparse = self.need[units] / -np.maximum(self.share[units], self.least_share)
+        order = sparse.argsort(kind="stable")
+        alike = int(sparse[order].searchsorted(ALIKE * sparse[order[0]], side="right"))
+        return np.asarray(units[order[: max(alike, wave)]])
 
     def _place(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> NDArray[np.intp]:
         """One sample to each unit; returns those that must wait."""
         slots, fits = self._best_fit(batch, units)
-        if fits.all():
+        if np.count_nonzero(fits) == len(fits):
             self._put(batch, units, slots)
             return batch[:0]
         self._put(batch[fits], units[fits], slots[fits])
