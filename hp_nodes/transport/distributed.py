@@ -11,6 +11,7 @@ of a destroyed group, and with it what stands in the store).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import threading
@@ -99,29 +100,30 @@ class GlooTransport:
         self._interrupted = True
         group, self._group = self._group, None
         if group is not None and self._pending is not None:
-            # Gloo's destructor waits for what is pending, which would keep the process from ending: this group is never
-            # destroyed. Its sockets close with the process.
+            # Gloo's destructor waits for what is pending (abort does not end it), which would keep the process from
+            # ending: this group is never destroyed. Its sockets close with the process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _wait(self, where: str, issue: Callable[[], Any]) -> None:
         self.exchanges += 1
         start = self.clock.waited()
+        work: Any = None
         try:
             self._check(where, start)
             self._pending = work = issue()
             while not work.is_completed():
                 self._check(where, start)
-                try:
+                # It may complete between a slice that passed and here: what it has to say is asked for below.
+                with contextlib.suppress(RuntimeError):
                     work.wait(_SLICE)
-                except RuntimeError:
-                    if work.is_completed():
-                        raise
             work.wait()
             self._pending = None
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise
-            self._pending = None
+            # Nothing can follow. Ranks that do not wait for the one that was lost hear of it from our connections:
+            # they close with the group and its last exchange.
+            self._pending = self._group = work = None
             raise _agreed(f"{where}: the exchange with ranks {self.global_ranks} broke: {error}") from error
 
     def _check(self, where: str, start: float) -> None:
@@ -129,16 +131,37 @@ class GlooTransport:
             raise _agreed(f"{where}: interrupted, because this rank's loader was closed")
         if self.clock.waited() - start > self.timeout_s:
             missing = self._roll_call()
+            if missing is None:
+                raise _agreed(
+                    f"{where}: some of ranks {self.global_ranks} did not arrive within {self.timeout_s} s; which ones "
+                    "cannot be told, because the store of torch.distributed does not answer: most likely the rank that "
+                    "holds it (rank 0, unless the launcher does) is stopped or gone"
+                )
             raise _agreed(
                 f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0] if missing else None
             )
 
-    def _roll_call(self) -> list[int]:
-        """Who does not wait in this exchange. Ranks whose limit passes at about the same time find each other here."""
-        key = f"waiting/{self.exchanges}/"
-        self._store.set(f"{key}{self.rank}", "here")
-        time.sleep(_ROLL_CALL_S)
-        return [rank for place, rank in enumerate(self.global_ranks) if not self._store.check([f"{key}{place}"])]
+    def _roll_call(self) -> list[int] | None:
+        """Who does not wait in this exchange; None when the store that would know does not answer.
+
+        Ranks whose limit passes at about the same time find each other here.
+        """
+        store, mine, key = self._store, self.rank, f"waiting/{self.exchanges}/"
+        missing: list[list[int]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{key}{mine}", "here")
+                time.sleep(_ROLL_CALL_S)
+                missing.append(
+                    [rank for place, rank in enumerate(self.global_ranks) if not store.check([f"{key}{place}"])]
+                )
+
+        # In a thread of its own: a store whose process is stopped keeps its clients waiting, for minutes.
+        asking = threading.Thread(target=ask, name="hp_nodes roll call", daemon=True)
+        asking.start()
+        asking.join(3 * _ROLL_CALL_S)
+        return missing[0] if missing else None
 
 
 def _rendezvous(global_ranks: tuple[int, ...], place: int, timeout_s: float) -> Any:

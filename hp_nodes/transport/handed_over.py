@@ -4,8 +4,8 @@ NCCL and HCCL need one order of collectives on all ranks, the trainer's own incl
 launch; it posts what it wants to exchange and waits. The consuming thread launches it at fixed places of delivery, the
 same on every rank, and waits for its own background thread where that is late.
 
-``mark(name)`` is posted between exchanges ("planned", "closed"); ``launch_through(name, count)`` launches until the mark
-was met that many times. An end of the background thread (``finished``) lets the consumer go on.
+``mark(name)`` is posted between exchanges ("planned", "closed"); ``launch_through(name, count)`` launches until the
+mark was met that many times. An end of the background thread lets the consumer go on.
 """
 
 from __future__ import annotations

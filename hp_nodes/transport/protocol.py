@@ -99,7 +99,7 @@ class Transport(Protocol):
         ...
 
     def mark(self, name: str) -> None:
-        """A place in a window's sequence: "planned", "closed". Only a transport whose exchanges are handed over cares."""
+        """A place in a window's sequence: "planned", "closed". Only one whose exchanges are handed over cares."""
         ...
 
     def interrupt(self) -> None:

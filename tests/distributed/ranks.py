@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -55,7 +55,10 @@ class RankPool:
             self.processes.append(process)
             self._calls.append(here)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 45.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 45.0, lost: Collection[int] = ()
+    ) -> list[Any]:
+        """Results in rank order; None for the ranks that are to be ``lost``, after which the pool is made anew."""
         if not self.processes:
             self.start()
         for calls in self._calls:
@@ -64,6 +67,9 @@ class RankPool:
         results: list[Any] = []
         try:
             for rank, calls in enumerate(self._calls):
+                if rank in lost:
+                    results.append(None)
+                    continue
                 while not calls.poll(0.05):
                     if time.monotonic() > deadline:
                         raise AssertionError(f"rank {rank} gave no answer within {timeout_s} s: it hangs")
@@ -71,12 +77,23 @@ class RankPool:
                         raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
                 good, value = calls.recv()
                 if not good:
-                    raise AssertionError(f"rank {rank}: {value}")
+                    raise AssertionError(f"rank {rank}: {value}{self._others(rank)}")
                 results.append(value)
         except BaseException:
             self.kill()
             raise
+        if lost:
+            self.kill()
         return results
+
+    def _others(self, first: int) -> str:
+        """What other ranks have to say, a moment after one has failed."""
+        told = []
+        for rank, calls in enumerate(self._calls):
+            if rank > first and calls.poll(3) and self.processes[rank].is_alive():
+                good, value = calls.recv()
+                told.append(f"\n--- rank {rank}: {'returned' if good else value}")
+        return "".join(told)
 
     def stop(self) -> None:
         for calls in self._calls:
