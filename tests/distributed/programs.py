@@ -30,7 +30,7 @@ from hp_nodes import DistributedDataLoader, SampleMetadata, WorkloadCost
 from hp_nodes.samplers import DistributedBatchSampler
 
 SIZE = 64
-LIMIT_S = 30.0
+LIMIT_S = 45.0
 TOGETHER = 4
 
 
