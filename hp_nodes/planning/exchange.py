@@ -39,13 +39,14 @@ class Effort:
     """How hard to search: about ``exchanges`` are weighed in each of ``sweeps``; the last ``thorough`` look at more
     sets.
 
-    It ends early when two sweeps together close less than ``worthwhile`` of the gap to the target.
+    It ends early when ``patience`` sweeps together close less than ``worthwhile`` of the gap to the target.
     """
 
     sweeps: int
     exchanges: int
     thorough: int = 0
     worthwhile: float = 0.0
+    patience: int = 2
 
 
 def improve(packing: Packing, target: float, effort: Effort) -> None:
@@ -60,7 +61,8 @@ def improve(packing: Packing, target: float, effort: Effort) -> None:
         sums.append(slack.level_sum)
         if slack.level_sum <= target:
             return
-        if sweep >= 2 and sums[-3] - sums[-1] < effort.worthwhile * (sums[-3] - target):
+        earlier = sums[-1 - effort.patience] if sweep >= effort.patience else None
+        if earlier is not None and earlier - sums[-1] < effort.worthwhile * (earlier - target):
             return
         packing.index()
         sets = ExchangeSets(packing, thorough=sweep >= effort.sweeps - effort.thorough)

@@ -193,7 +193,7 @@ def _effort(instance: Instance) -> Effort:
     # With a price for padding each exchange takes longer to weigh.
     exchanges = 40_000 if instance.padding is None else 15_000
     if instance.rounds == 1:
-        return Effort(sweeps=100, exchanges=exchanges, thorough=90)
+        return Effort(sweeps=100, exchanges=exchanges, thorough=90, worthwhile=0.05, patience=20)
     if _small(instance):
         return Effort(sweeps=20, exchanges=exchanges * 3 // 4, thorough=16, worthwhile=0.02)
     return Effort(sweeps=10, exchanges=exchanges, worthwhile=0.04)

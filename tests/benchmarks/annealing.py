@@ -38,7 +38,7 @@ def _compiled() -> Callable[..., Any]:
     if not _CACHE:
         from numba import njit
 
-        _CACHE.append(njit(cache=True)(_anneal))
+        _CACHE.append(njit(_anneal))
     return _CACHE[0]
 
 
