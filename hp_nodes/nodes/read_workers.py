@@ -1,19 +1,23 @@
-"""Reader worker processes: one torch DataLoader that is fed chunks of keys lazily, window after window.
+"""Reader worker processes: one torch DataLoader that is fed chunks of keys, window after window.
 
-Takes windows of keys from a callable, gives their samples in the order asked for. Workers stay busy across window ends:
-each window is cut into as many chunks as there are workers, whatever its size, so the feed runs ahead by exactly
-``prefetch_factor`` windows (2 unless given), whatever the number of workers. A chunk comes back as one buffer: torch
-would send each tensor through shared memory of its own (776 ms for 1,000 samples of 1 KiB; 4 ms as one buffer).
+Takes windows of keys, gives their samples in the order asked for. Workers stay busy across window ends: each window is
+cut into as many chunks as there are workers, whatever its size, so torch takes exactly ``prefetch_factor`` windows (2
+unless given) beyond the one that is waited for, whatever the number of workers. Who adds them decides when; nothing is
+pulled from here. A chunk comes back as one buffer: torch would send each tensor through shared memory of its own (776
+ms for 1,000 samples of 1 KiB; 4 ms as one buffer).
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.connection
 import signal
 import sys
+import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +28,9 @@ from hp_nodes.transport.codec import Codec, CodecError
 from hp_nodes.types import SampleKey
 
 __all__ = ["ReadError", "ReadWorkers", "WorkerDiedError", "read_batch"]
+
+
+_END_S = 1.0
 
 
 class WorkerDiedError(RuntimeError):
@@ -124,15 +131,14 @@ def _read_error(key: SampleKey, error: BaseException) -> ReadError:
 
 
 class _Feed(Sampler[_Chunk]):
-    """Gives the DataLoader its next chunk whenever it has room for one. Knows its owner only as long as others do."""
+    """Gives the DataLoader its next chunk whenever it has room for one."""
 
-    def __init__(self, owner: ReadWorkers) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self) -> None:
+        self.chunks: deque[_Chunk] = deque()
 
     def __iter__(self) -> Iterator[_Chunk]:
-        while (owner := self._owner()) is not None and (chunks := owner.next_chunks()) is not None:
-            del owner
-            yield from chunks
+        while self.chunks:
+            yield self.chunks.popleft()
 
 
 def _unchanged(value: Any) -> Any:
@@ -140,11 +146,10 @@ def _unchanged(value: Any) -> Any:
 
 
 class ReadWorkers:
-    """Workers that read the keys which ``next_keys`` gives.
+    """Workers that read the windows which :meth:`add` is given.
 
     Args:
         dataset: map-style; copied into each worker.
-        next_keys: ``() → (epoch, keys)`` of the next window, or None when there is none; called as workers have room.
         num_workers: processes, at least 1.
         seed: of per-sample randomness.
         batched: read a chunk by one call of ``__getitems__``.
@@ -154,18 +159,17 @@ class ReadWorkers:
     def __init__(
         self,
         dataset: Any,
-        next_keys: Callable[[], tuple[int, Sequence[SampleKey]] | None],
         num_workers: int,
         seed: int,
         batched: bool,
         options: Mapping[str, Any],
     ) -> None:
-        self._next_keys = next_keys
         self._num_workers = num_workers
+        self._feed = _Feed()
         self._codec = Codec(allow_pickle=True)
         self._loader: DataLoader[Any] = DataLoader(
             _ChunkReader(dataset, seed, batched),
-            sampler=_Feed(self),
+            sampler=self._feed,
             batch_size=None,
             num_workers=num_workers,
             collate_fn=_unchanged,
@@ -178,23 +182,31 @@ class ReadWorkers:
         it could no longer tell its workers to end, and would wait 5 s for each."""
         weakref.finalize(self, self._running.clear).atexit = False
 
-    def window(self) -> tuple[list[Any], ReadError | None] | None:
-        """Samples of the next window, up to a read that failed; None when ``next_keys`` has no more.
+    @property
+    def ahead(self) -> int:
+        """Windows that are to be added beyond the one that is waited for, as long as there are any."""
+        factor = self._loader.prefetch_factor
+        assert factor is not None
+        return factor
+
+    def add(self, epoch: int, keys: Sequence[SampleKey]) -> None:
+        """The window after those that were added: one chunk for each worker."""
+        size = -(-len(keys) // self._num_workers)
+        self._feed.chunks.extend(_Chunk(epoch, list(keys[k * size : (k + 1) * size])) for k in range(self._num_workers))
+
+    def window(self) -> tuple[list[Any], ReadError | None]:
+        """Samples of the window added first, which is forgotten; up to a read that failed.
 
         Raises:
             WorkerDiedError: a worker process is gone; found within torch's poll of 5 s.
             RuntimeError: a chunk took longer than the ``timeout`` among the options.
         """
         if not self._running:
-            self._running.append(iter(self._loader))
+            self._running.append(_off_the_main_thread(self._loader))
         running = self._running[0]
         samples: list[Any] = []
-        for number in range(self._num_workers):
+        for _ in range(self._num_workers):
             chunk = self._next_result(running)
-            if chunk is None:
-                self._running.clear()
-                assert number == 0
-                return None
             if isinstance(chunk, ReadError):
                 return samples, chunk
             samples.extend(self._codec.decode(chunk))
@@ -204,8 +216,11 @@ class ReadWorkers:
         processes = _processes(running)
         self._waiting = True
         try:
-            return next(running, None)
-        except RuntimeError as error:
+            return next(running)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not isinstance(error, RuntimeError):
+                # Its shared memory is asked for over a connection to it, which broke a moment before it has ended.
+                multiprocessing.connection.wait([process.sentinel for process in processes], _END_S)
             died = [
                 f"worker {number} (pid {process.pid}) {_how_it_ended(process.exitcode)}"
                 for number, process in enumerate(processes)
@@ -219,6 +234,7 @@ class ReadWorkers:
 
     def stop(self) -> None:
         """Forget what is on its way. Workers end, or wait for the next window when they are persistent."""
+        self._feed.chunks.clear()
         if not self._loader.persistent_workers:
             self._end()
         self._running.clear()
@@ -242,14 +258,28 @@ class ReadWorkers:
             if shutdown is not None:
                 shutdown()
 
-    def next_chunks(self) -> list[_Chunk] | None:
-        """The next window, cut into one chunk for each worker."""
-        following = self._next_keys()
-        if following is None:
-            return None
-        epoch, keys = following
-        size = -(-len(keys) // self._num_workers)
-        return [_Chunk(epoch, list(keys[k * size : (k + 1) * size])) for k in range(self._num_workers)]
+
+def _off_the_main_thread(loader: DataLoader[Any]) -> Iterator[Any]:
+    """torch's iterator, its workers started. Started on the main thread, one that dies would raise wherever that thread
+    is: in the middle of an exchange, or in the trainer's own code.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    started: list[Iterator[Any]] = []
+    failures: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            started.append(iter(loader))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=start, name="start of reader workers", daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return started[0]
 
 
 def _processes(running: Any) -> list[Any]:

@@ -2,22 +2,27 @@
 
 Takes windows with keys, gives them with samples. Before the Planner it reads what this rank's sampler chose; behind the
 Planner it reads what the plan gave this rank, so that nothing has to be exchanged. Each occurrence is read once.
-Without workers nothing is read ahead; with them ``prefetch_factor`` windows are taken from the source ahead, however
-many workers there are, each paired with the state the source had after it, so a resume is exact either way. How far it
-runs ahead follows from what was consumed alone: behind a Planner all ranks must give the same ``prefetch_factor``, and
-all of them workers or none.
+Without workers nothing is read ahead. With them ``prefetch_factor`` windows are taken from the source beyond the one
+that is given next, however many workers there are, each paired with the state the source had after it, so a resume is
+exact either way.
+
+Behind a Planner to take a window is to exchange. So how many were taken follows from how many were given, and from
+nothing else: when a window is given, or a failure to read it raised, ``prefetch_factor`` further ones have been taken.
+All ranks must give the same ``prefetch_factor`` there, and all of them workers or none.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import failing_at
+from hp_nodes.errors import DataPlaneError, failing_at
+from hp_nodes.nodes.graph import all_nodes
 from hp_nodes.nodes.read_workers import ReadError, ReadWorkers, read_batch
 from hp_nodes.nodes.run_ahead import in_background
 from hp_nodes.nodes.stage import Stage
@@ -25,6 +30,14 @@ from hp_nodes.randomness import occurrence
 from hp_nodes.types import SampleKey, Window
 
 __all__ = ["SampleReader"]
+
+
+class _Taken(NamedTuple):
+    """A window that the workers read, or shall not read, and the state of the source after it."""
+
+    window: Window
+    after: dict[str, Any]
+    failure: BaseException | None
 
 
 class SampleReader(Stage[Window]):
@@ -74,16 +87,22 @@ class SampleReader(Stage[Window]):
         self._options = dict(worker_options or {})
         self._length = len(dataset) if hasattr(dataset, "__len__") else None
         self._workers: ReadWorkers | None = None
-        self._taken: deque[tuple[Window, dict[str, Any]]] = deque()
+        self._taken: deque[_Taken] = deque()
+        self._pulled = 0
+        self._given = 0
         self._paired: dict[str, Any] | None = None
         self._end: BaseException | None = None
+        self._untold = False
+        """Whether the end is a failure below that only this rank knows of."""
 
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
         super().restore_own(entry)
         if self._workers is not None:
             self._workers.stop()
         self._taken.clear()
+        self._pulled = self._given = 0
         self._end = None
+        self._untold = False
         self._paired = super().source_state() if self.num_workers else None
 
     def source_state(self) -> dict[str, Any]:
@@ -122,56 +141,84 @@ class SampleReader(Stage[Window]):
 
     def _from_workers(self) -> Window:
         if self._workers is None:
-            self._workers = ReadWorkers(
-                self.dataset, self._take, self.num_workers, self.seed, self.batched_reads, self._options
-            )
-        if self._end is not None and not self._taken:
-            raise self._end
+            self._workers = ReadWorkers(self.dataset, self.num_workers, self.seed, self.batched_reads, self._options)
         workers = self._workers
         try:
-            reading = self._taken[0][0] if self._taken else None
-            with (
-                failing_at(self.name)
-                if reading is None
-                else failing_at(self.name, epoch=reading.epoch, step=reading.step)
-            ):
-                read = workers.window()
-            if read is None:
+            self._take_ahead(workers)
+            if not self._taken:
                 assert self._end is not None
                 raise self._end
-            window, after = self._taken.popleft()
-            samples, failure = read
-            if failure is not None:
-                with failing_at(self.name, epoch=window.epoch, step=window.step, key=failure.key):
-                    raise _raised_again(failure)
+            taken = self._taken[0]
+            samples = self._awaited(workers, taken)
         except BaseException as error:
             # Whatever is still on its way belongs to windows that will not be given.
             self._end = error if not _interrupts(error) else RuntimeError(f"{self.name} was interrupted while it read")
             self._taken.clear()
-            if not isinstance(error, StopIteration):
+            if isinstance(error, StopIteration):
+                workers.stop()
+            else:
                 workers.close()
             raise
-        self._paired = after
-        return self._filled(window, samples)
+        self._taken.popleft()
+        self._given += 1
+        self._paired = taken.after
+        return self._filled(taken.window, samples)
 
-    def _take(self) -> tuple[int, Sequence[SampleKey]] | None:
-        """The next window's keys for the workers. An end or an error waits until everything before it was given."""
-        if self._end is not None:
-            return None
+    def _awaited(self, workers: ReadWorkers, taken: _Taken) -> list[Any]:
+        window = taken.window
+        with failing_at(self.name, epoch=window.epoch, step=window.step):
+            samples, failure = workers.window()
+        if taken.failure is not None:
+            raise taken.failure
+        if failure is not None:
+            with failing_at(self.name, epoch=window.epoch, step=window.step, key=failure.key):
+                raise _raised_again(failure)
+        return samples
+
+    def _take_ahead(self, workers: ReadWorkers) -> None:
+        """Take windows up to the place that follows from how many were given, and hand them to the workers."""
+        while self._pulled < self._given + 1 + workers.ahead:
+            self._pulled += 1
+            if self._end is None:
+                self._take(workers)
+            elif self._untold:
+                self._untold = False
+                self._tell(self._end)
+
+    def _take(self, workers: ReadWorkers) -> None:
+        """One more window. An end, an error or an index that is none waits until everything before it was given."""
         try:
             window = self.pull()
             keys = _keys_to_read(window)
-            with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
-                for key in keys:
-                    place.at(key)
-                    self._check_index(key)
         except BaseException as error:
             if _interrupts(error):
                 raise
             self._end = error
-            return None
-        self._taken.append((window, super().source_state()))
-        return window.epoch, keys
+            self._untold = not isinstance(error, StopIteration) and not getattr(error, "agreed", False)
+            return
+        failure = self._misplaced(window, keys)
+        workers.add(window.epoch, keys if failure is None else ())
+        self._taken.append(_Taken(window, super().source_state(), failure))
+
+    def _tell(self, error: BaseException) -> None:
+        """Where others take one more window they exchange once more; from this rank they hear of its failure."""
+        opens: Any = next((node for node in all_nodes(self) if hasattr(node, "announcement")), None)
+        if opens is not None:
+            rank = opens.transport.global_ranks[opens.transport.rank]
+            opens.announcement = DataPlaneError.of(error, rank=rank, node=self.name)
+            with contextlib.suppress(DataPlaneError, StopIteration):
+                next(opens)
+            opens.announcement = None
+
+    def _misplaced(self, window: Window, keys: Sequence[SampleKey]) -> BaseException | None:
+        try:
+            with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
+                for key in keys:
+                    place.at(key)
+                    self._check_index(key)
+        except IndexError as error:
+            return error
+        return None
 
     def _check_index(self, key: SampleKey) -> None:
         if self._length is not None and not 0 <= key.index < self._length:
