@@ -13,7 +13,7 @@ from hp_nodes.planning import PackingProblem, plan_packing
 from tests.planning.exhaustive import all_feasible, loads_of, problems, values_of, with_bins
 
 OBJECTIVES = ("lockstep", "makespan", "balance")
-law = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+law = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def problem(tokens: list[int], costs: list[float], reference: list[int] | None = None, **shape: Any) -> PackingProblem:
@@ -145,14 +145,14 @@ def test_small_windows_are_solved_nearly_exactly() -> None:
     """Over many small windows the plan is the best there is nearly always."""
     rng = np.random.default_rng(0)
     best, gaps = 0, []
-    for _ in range(60):
+    for _ in range(40):
         tokens = rng.integers(1, 9, 7)
         small = problem(tokens.tolist(), (tokens**2.0).tolist(), num_rounds=2, seq_len=16)
         ways = all_feasible(small)
         optimum = values_of(small, ways, "lockstep").min()
         gaps.append(plan_packing(small).report.after / optimum - 1)
         best += gaps[-1] < 1e-9
-    assert best >= 50, gaps
+    assert best >= 33, gaps
     assert max(gaps) < 0.1
 
 
