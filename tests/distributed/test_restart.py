@@ -25,7 +25,8 @@ from tests.distributed.training import GLOBAL_BATCH, SIZE, train
 from tests.graphs.ranks import Ranks
 from tests.reference_order import step_records
 from tests.scenes import Scene, rest
-from tests.test_state import Counter, Shared, contents, loader_of
+from tests.test_rank_state import Counter, Shared
+from tests.test_state import contents, loader_of
 
 STEPS_OF_EPOCH = SIZE // GLOBAL_BATCH
 
