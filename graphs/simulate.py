@@ -3,9 +3,8 @@
     python -m graphs.simulate lengths.csv --seq-len 8192 --dp 512 --window 1 2 4 8
 
 Takes token lengths, packs them in their (shuffled) order into rows as a loader without balancing would, plans every
-window of
-an epoch as the loader would plan it, and prints for each window size: imbalance before, after and the least possible,
-padding, bytes moved, planning time, and how much faster a step gets. It plans with
+window of an epoch as the loader would plan it, and prints for each window size: imbalance before, after and the least
+possible, padding, bytes moved, planning time, and how much faster a step gets. It plans with
 :func:`hp_nodes.planning.plan_packing`, so the figures are those of a training run whose steps take as long as the cost
 model says.
 """
