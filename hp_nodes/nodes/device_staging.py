@@ -146,28 +146,33 @@ class DeviceStaging:
         return event
 
     def _rebuilt(self, value: Any, tensor_fn: Callable[[Any], Any], movable_fn: Callable[[Any], Any]) -> Any:
-        """``value`` with its tensors, and what else can be moved, replaced; fields that stay are left alone."""
+        """``value`` with its tensors, and what else can be moved, replaced; fields that stay are left alone.
 
-        def walk(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                if type(item) is torch.Tensor and item.device.type == "cpu" and item.layout is torch.strided:
-                    return tensor_fn(item)
-                return movable_fn(item)
-            if isinstance(item, Mapping):
-                pairs = {key: entry if key in self._cpu_fields else walk(entry) for key, entry in item.items()}
-                return pairs if type(item) is dict else _like(item, pairs)
-            if isinstance(item, tuple) and hasattr(item, "_fields"):
-                names = item._fields
-                return type(item)(*(v if n in self._cpu_fields else walk(v) for n, v in zip(names, item, strict=True)))
-            if type(item) in (list, tuple):
-                return type(item)(walk(entry) for entry in item)
-            if dataclasses.is_dataclass(item) and not isinstance(item, type):
-                names = [field.name for field in dataclasses.fields(item) if field.init]
-                changed = {n: walk(getattr(item, n)) for n in names if n not in self._cpu_fields}
-                return dataclasses.replace(item, **changed)
-            return movable_fn(item) if callable(getattr(item, "to", None)) else item
+        No function in here refers to itself: device memory must be free when its last user lets go of it, not when
+        Python looks for cycles.
+        """
+        stays = self._cpu_fields
 
-        return walk(value)
+        def rebuilt(item: Any) -> Any:
+            return self._rebuilt(item, tensor_fn, movable_fn)
+
+        if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+                return tensor_fn(value)
+            return movable_fn(value)
+        if isinstance(value, Mapping):
+            pairs = {key: entry if key in stays else rebuilt(entry) for key, entry in value.items()}
+            return pairs if type(value) is dict else _like(value, pairs)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            named = zip(value._fields, value, strict=True)
+            return type(value)(*(entry if name in stays else rebuilt(entry) for name, entry in named))
+        if type(value) in (list, tuple):
+            return type(value)(rebuilt(entry) for entry in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value) if field.init]
+            changed = {name: rebuilt(getattr(value, name)) for name in names if name not in stays}
+            return dataclasses.replace(value, **changed)
+        return movable_fn(value) if callable(getattr(value, "to", None)) else value
 
 
 def _copied_directly(tensor: torch.Tensor) -> bool:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode
 
+from graphs.stand_in_device import StandInDevice
 from hp_nodes import DevicePrefetcher, MicroBatch
 from hp_nodes.transport import SingleRankTransport, run_ranks
 from hp_nodes.transport.handed_over import HandedOverTransport
-from tests.nodes.stand_in_device import StandInDevice
 from tests.scenes import Scene, rest
 
 
@@ -55,7 +55,7 @@ def staged(source: BaseNode[MicroBatch], depth: int, device: StandInDevice, **mo
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_batches_arrive_on_the_device_in_order(depth: int) -> None:
-    device = StandInDevice(1 << 16, copy_delay_s=0.002)
+    device = StandInDevice(copy_delay_s=0.002)
     node = staged(Batches(12), depth, device, cpu_fields=["host"])
     reads = []
     for number, batch in enumerate(node):

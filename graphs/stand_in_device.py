@@ -2,7 +2,8 @@
 
 Device memory is one arena. Work is queued on streams, each a thread that runs its queue in order and sleeps before each
 piece; a reader of device memory keeps an address, not a reference. So a consumer that does not wait for the copy, and
-memory that is reused before its last reader ran, both show as wrong values.
+memory that is reused before its last reader ran, both show as wrong values. What is asserted of it is asserted of real
+devices too (:mod:`graphs.device_assertions`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphs.device_assertions import Mark
+
+__all__ = ["StandInDevice"]
+
 
 class StandInEvent:
     def __init__(self) -> None:
         self.happened = threading.Event()
+
+    def await_it(self) -> None:
+        self.happened.wait(20)
 
 
 class StandInStream:
@@ -47,21 +55,20 @@ class StandInStream:
 
 
 class StandInDevice:
-    """Implements hp_nodes.nodes.accelerator.Accelerator.
+    """Implements :class:`graphs.device_assertions.DeviceUnderTest`.
 
     Args:
-        arena_nbytes: device memory.
         copy_delay_s, compute_delay_s: how late copies and the consumer's work run.
+        arena_nbytes: device memory.
     """
 
-    def __init__(self, arena_nbytes: int = 1 << 20, copy_delay_s: float = 0.0, compute_delay_s: float = 0.0) -> None:
+    def __init__(self, copy_delay_s: float = 0.0, compute_delay_s: float = 0.0, arena_nbytes: int = 1 << 24) -> None:
         self.device = torch.device("cpu")
         self.arena = np.zeros(arena_nbytes, dtype=np.uint8)
         self.copy_delay_s = copy_delay_s
         self.consumer = StandInStream(compute_delay_s)
         self.streams: list[StandInStream] = []
         self.copies = 0
-        self.host_waits = 0
         self.pinned_nbytes = 0
         self.threads_with_device: set[int] = set()
         self._free: list[tuple[int, int]] = [(0, arena_nbytes)]
@@ -109,7 +116,7 @@ class StandInDevice:
         return event
 
     def wait(self, stream: StandInStream, event: StandInEvent) -> None:
-        stream.queue(lambda: event.happened.wait(20) and None)
+        stream.queue(event.await_it)
 
     def done(self, event: StandInEvent) -> bool:
         return event.happened.is_set()
@@ -129,6 +136,17 @@ class StandInDevice:
         found: list[bytes] = []
         self.consumer.queue(lambda: found.append(self.arena[start : start + size].tobytes()))
         return lambda: found[0]
+
+    def compute(self, seconds: float) -> None:
+        self.consumer.queue(lambda: time.sleep(seconds))
+
+    def mark(self) -> Mark:
+        when: list[float] = []
+        self.consumer.queue(lambda: when.append(time.monotonic()))
+        return lambda: when[0]
+
+    def overwrite_freed(self, nbytes: int) -> None:
+        """Nothing to do: what is freed is overwritten at once."""
 
     def synchronize(self) -> None:
         self.consumer.drain()
