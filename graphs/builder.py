@@ -23,6 +23,7 @@ from graphs.external import ExternalParts, external_graph
 from graphs.native import NativeParts, native_graph, peer_graph
 from hp_nodes import DistributedDataLoader, SampleMetadata, WindowSampler, WorkloadCost
 from hp_nodes.nodes.batch_layout import BatchLayout
+from hp_nodes.plain import to_text
 from hp_nodes.planning import BackboneCostModel, BalancingAlgorithm, CausalAttentionCostModel
 from hp_nodes.samplers import BatchSampler
 from hp_nodes.text import collate_text, pack_text, split_packed_text, text_metadata
@@ -61,6 +62,7 @@ def build_distributed_dataloader(
     model_config: Any = None,
     cost_model: CostModel | None = None,
     balancing_algorithm: BalancingAlgorithm | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
 ) -> DistributedDataLoader:
     """A loader over a ready-made graph. Every rank of the mesh calls it at the same point.
 
@@ -81,6 +83,7 @@ def build_distributed_dataloader(
             ``external_step_source.rounds_per_step`` of them do where it has that attribute.
         model_config, cost_model: what a sample costs; else ``metadata.cost``.
         balancing_algorithm: plans in the built-in planner's place.
+        fingerprint: plain values of your own that a checkpoint must agree with, such as the dataset's revision.
 
     Raises:
         ValueError: on every rank, with every problem and the ranks that have it.
@@ -101,6 +104,7 @@ def build_distributed_dataloader(
         "model_config": model_config,
         "cost_model": cost_model,
         "balancing_algorithm": balancing_algorithm,
+        "fingerprint": dict(fingerprint or {}),
     }
     topology, problems = _topology(mesh, config)
     offer, parts = Offer(problems), None
@@ -112,7 +116,7 @@ def build_distributed_dataloader(
         graph = _graph(parts, topology, config, agreed, held, device or "cpu")
         return DistributedDataLoader(
             graph,
-            fingerprint=agreed.fingerprint,
+            fingerprint={**given["fingerprint"], **agreed.fingerprint},
             transports=held,
             topology=topology,
             length=agreed.length,
@@ -148,6 +152,7 @@ def _prepared(
             "mode": "external" if is_external(given) else "native",
             **{f"config.{name}": value for name, value in _plain_config(config).items()},
             "model_batch_spec": None if spec is None else str(BatchLayout(spec)),
+            "fingerprint": to_text(given["fingerprint"]),
         }
         if is_external(given):
             external = _external_parts(config, given)

@@ -451,3 +451,28 @@ def test_the_same_fingerprint_and_length_on_every_rank() -> None:
     assert results[0][0]["dataset_length"] == SIZE
     assert results[0][0]["global_batch_size"] == 4
     assert results[0][0]["seed"] == 1234
+
+
+def test_a_fingerprint_of_ones_own_goes_with_the_state() -> None:
+    def run(mesh: Any) -> str:
+        saved = build(mesh, Counting(), fingerprint={"revision": "a"})
+        state = saved.state_dict()
+        saved.close()
+        with build(mesh, Counting(), fingerprint={"revision": "b"}) as other:
+            with pytest.raises(ValueError, match="revision.*'a'.*'b'"):
+                other.load_state_dict(state)
+            with pytest.warns(UserWarning, match="revision"):
+                other.load_state_dict(state, strict=False)
+        return str(state["hp_nodes"])
+
+    states = run_ranks(MESH, run)
+    assert len(set(states)) == 1
+
+
+def test_fingerprints_that_differ_between_ranks_are_refused() -> None:
+    def run(mesh: Any) -> str:
+        with pytest.raises(ValueError, match="fingerprint differs") as caught:
+            build(mesh, Counting(), fingerprint={"revision": mesh.get_rank()})
+        return str(caught.value)
+
+    assert len(set(run_ranks(MESH, run))) == 1
