@@ -186,7 +186,6 @@ def _native_offer(
         ahead = parts.worker_options or {}
         shared["dataloader_kwargs num_workers"] = parts.num_workers
         shared["dataloader_kwargs prefetch_factor"] = ahead.get("prefetch_factor")
-    # In the order in which a constructor's loader has them, so that states are the same text on every rank.
     fingerprint = {**fingerprint, "dataset_length": len(dataset), "seed": config.seed}
     return Offer([], shared, fingerprint, start, first.micro_batches_per_epoch), parts
 

@@ -48,12 +48,13 @@ class LoaderState:
     version: int = STATE_VERSION
 
     def to_text(self) -> str:
-        """One line of JSON.
+        """One line of JSON, the same on every rank that has the same state: names are in order.
 
         Raises:
             ValueError: a node's state holds something that is no plain value.
         """
-        return to_text({"version": self.version, "fingerprint": self.fingerprint, "nodes": self.nodes})
+        fingerprint, nodes = dict(sorted(self.fingerprint.items())), dict(sorted(self.nodes.items()))
+        return to_text({"version": self.version, "fingerprint": fingerprint, "nodes": nodes})
 
     @classmethod
     def from_text(cls, text: Any, where: str = NODES_KEY) -> LoaderState:
