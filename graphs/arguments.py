@@ -153,6 +153,8 @@ def _external_problems(topology: DataTopology, config: DistributedDatasetConfig,
             f"dataloader_kwargs {list(given['dataloader_kwargs'])} with external_step_source: the source owns its "
             "workers; accepted: None"
         )
+    if config.on_error == "skip":
+        problems.append("on_error='skip' with external_step_source: the source reads by itself; accepted: 'raise'")
     if config.balance_window_size > 1:
         problems.append(
             f"balance_window_size is {config.balance_window_size} with external_step_source: each of its rounds is "
@@ -207,10 +209,8 @@ def _spec_problems(given: Arguments) -> list[str]:
 
 
 def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
-    """What is accepted by name but not built yet. TODO(device-backends), TODO(skip-records)."""
+    """What is accepted by name but not built yet. TODO(device-backends)."""
     problems = []
-    if config.on_error == "skip":
-        problems.append("on_error='skip' comes later; accepted so far: 'raise'")
     backend, needed = config.communication_backend, {"nccl": "cuda", "hccl": "npu"}
     if backend in needed:
         kind = getattr(torch, needed[backend], None)

@@ -137,6 +137,8 @@ def _reader(windows: BaseNode[Window], parts: NativeParts, config: DistributedDa
         num_workers=parts.num_workers,
         seed=config.seed,
         worker_options=parts.worker_options,
+        on_error=config.on_error,
+        max_skipped=config.max_skipped,
     )
 
 

@@ -139,6 +139,11 @@ class PlanReport:
 
         return plan_report_html(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from hp_nodes.display import one_line
+
+        printer.text(one_line(self))
+
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
@@ -156,6 +161,11 @@ class PackingPlan:
         from hp_nodes.display import plan_html
 
         return plan_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from hp_nodes.display import one_line
+
+        printer.text(one_line(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,11 @@ class BalanceReport:
         from hp_nodes.display import report_html
 
         return report_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from hp_nodes.display import one_line
+
+        printer.text(one_line(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +258,8 @@ class Window:
     """By Planner; Router adds what moved."""
     dropped: int = 0
     """Samples at the epoch's end that fill no step; on the epoch's last window. By WindowSampler."""
+    skipped: int = 0
+    """Records of this rank that could not be read and were replaced. By SampleReader before the Planner."""
 
     def take(self, places: Sequence[int]) -> Window:
         """The window with only the samples at ``places``, in that order: for nodes that filter or reorder."""
@@ -262,6 +279,11 @@ class Window:
         from hp_nodes.display import window_html
 
         return window_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from hp_nodes.display import one_line
+
+        printer.text(one_line(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +310,11 @@ class MicroBatch:
         from hp_nodes.display import micro_batch_html
 
         return micro_batch_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from hp_nodes.display import one_line
+
+        printer.text(one_line(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class Scene:
     collate_fn: Any = None
     timeout_s: float = 20.0
     checkpointer: bool = True
+    on_error: Any = "raise"
+    max_skipped: int = 0
     wrap_transport: Callable[[Any], Any] = lambda transport: transport
     insert: dict[str, Callable[[BaseNode[Any]], BaseNode[Any]]] = field(default_factory=dict)
 
@@ -101,7 +103,8 @@ class Scene:
             seed=7,
         )
         node = self._put(WindowSampler(sampler, self.window))
-        node = self._put(SampleReader(node, self.dataset, num_workers=self.workers, seed=5))
+        reading = {"on_error": self.on_error, "max_skipped": self.max_skipped}
+        node = self._put(SampleReader(node, self.dataset, num_workers=self.workers, seed=5, **reading))
         if self.split:
             node = self._put(Splitter(node, self.split_fn))
         node = self._put(MetadataDeriver(node, self.metadata_fn, cost_model=self.cost_model))

@@ -3,8 +3,8 @@
 Takes micro-batches, gives the same ones. Communicates: the closing status of each window, after every round is read,
 packed and collated, and a digest of the plan that was carried out. So an error in any node on one rank, user nodes
 included, is one error on every rank at the same micro-batch, and so are different plans where nothing was exchanged
-that would have shown it. Pairs each buffered micro-batch with the state its source had right after it; adds no entry of
-its own.
+that would have shown it. Pairs each buffered micro-batch with the state its source had right after it. Adds an entry of
+its own only once records of the epoch could not be read: how many, over all ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hp_nodes.errors import DataPlaneError, exchanging
 from hp_nodes.nodes.graph import all_nodes, read_state
 from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
+from hp_nodes.nodes.skip_count import SkipCount, skip_limit
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import Transport
 from hp_nodes.transport.handed_over import HandedOverTransport
@@ -46,6 +47,8 @@ class HostPrefetcher(Stage[MicroBatch]):
         DataPlaneError: (on ``next``) something failed on any rank.
     """
 
+    EPOCH_KEY = "epoch"
+    SKIPPED_KEY = "skipped"
     communicates = True
 
     def __init__(
@@ -64,7 +67,9 @@ class HostPrefetcher(Stage[MicroBatch]):
         self._ahead: RunAhead[Unit] | None = None
         self._end: BaseException | None = None
         assert self.edge is not None
-        self._pull = _WindowPull(self.edge, self.name, transport, _planned_with(source, transport))
+        self._pull = _WindowPull(
+            self.edge, self.name, transport, _planned_with(source, transport), SkipCount(self.name, skip_limit(source))
+        )
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         untold = _announced(self)
@@ -74,11 +79,12 @@ class HostPrefetcher(Stage[MicroBatch]):
         super().reset(initial_state)
 
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
-        super().restore_own(entry)
+        skipped = self._pull.skipped
+        skipped.restore((0, 0) if entry is None else (int(entry[self.EPOCH_KEY]), int(entry[self.SKIPPED_KEY])))
         self._unit.clear()
         self._delivered = 0
         self._end = None
-        self._state = super().source_state()
+        self._state = skipped.added_to(super().source_state())
 
     def source_state(self) -> dict[str, Any]:
         assert self._state is not None
@@ -170,7 +176,8 @@ def _announced(graph: BaseNode[Any]) -> DataPlaneError | None:
 class _WindowPull:
     """Pulls one window's micro-batches and closes it with the other ranks. Knows the source, not the prefetcher."""
 
-    def __init__(self, edge: Edge, name: str, transport: Transport, planned_with: int) -> None:
+    def __init__(self, edge: Edge, name: str, transport: Transport, planned_with: int, skipped: SkipCount) -> None:
+        self.skipped = skipped
         self._planned_with = planned_with
         self._edge = edge
         self._name = name
@@ -188,11 +195,11 @@ class _WindowPull:
             if (isinstance(failure, DataPlaneError) and failure.agreed) or is_interruption(failure):
                 raise
             status, error = Status.ERROR, self._failure(failure, unit)
-        self._close(status, error, unit)
+        told = self._close(status, error, unit)
         if status is Status.END:
             raise StopIteration
         self._transport.mark("closed")
-        return unit
+        return self.skipped.counted(unit, told, self._transport)
 
     def _failure(self, failure: BaseException, unit: Unit) -> DataPlaneError:
         rank = self._transport.global_ranks[self._transport.rank]
@@ -201,16 +208,18 @@ class _WindowPull:
         failed.__cause__ = failure
         return failed
 
-    def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> None:
+    def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> NDArray[np.int64]:
+        """Exchange closings; returns how many records each rank has skipped, by what its last report says."""
         report = unit[-1][0].report if unit and status is Status.WINDOW else None
         digest = None if report is None else report.plan_digest
         planned_with = -1 if digest is None else self._planned_with
-        mine = np.array([status, planned_with, digest or 0], dtype=np.int64)
+        mine = np.array([status, planned_with, digest or 0, 0 if report is None else report.skipped], dtype=np.int64)
         located = exchanging(self._name, unit[0][0].epoch, unit[0][0].step) if unit else exchanging(self._name)
         with located:
             told = self._transport.all_gather(mine.view(np.uint8), f"{self._name}: closing").view(np.int64)
             check_statuses(self._transport, told[:, 0], error, self._name)
-            self._check_plans(told[:, 1:])
+            self._check_plans(told[:, 1:3])
+        return told[:, 3]
 
     def _check_plans(self, told: NDArray[np.int64]) -> None:
         """Of each rank, who planned with it and the digest; a rank whose graph has lost its reports says nothing."""

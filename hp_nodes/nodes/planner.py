@@ -122,7 +122,9 @@ class Planner(Stage[Window]):
         self._carry(window, plan)
         self.transport.mark("planned")
         share = self._assignment(window, np.concatenate(rows), firsts, counts, plan, before_reading)
-        report = BalanceReport(plan=plan.report, dropped=window.dropped, plan_digest=_digest(plan))
+        report = BalanceReport(
+            plan=plan.report, skipped=window.skipped, dropped=window.dropped, plan_digest=_digest(plan)
+        )
         return self.give(replace(window, plan=plan, assignment=share, report=report))
 
     def _exchanging(self, window: Window | None) -> exchanging:

@@ -18,16 +18,18 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from hp_nodes.nodes.replacement import Replacement
 from hp_nodes.randomness import occurrence, reseed_global_generators
 from hp_nodes.transport.codec import Codec, CodecError
 from hp_nodes.types import SampleKey
 
-__all__ = ["ReadError", "ReadWorkers", "WorkerDiedError", "read_batch"]
+__all__ = ["ReadError", "ReadWorkers", "WindowRead", "WorkerDiedError", "read_batch"]
 
 
 _END_S = 1.0
@@ -46,37 +48,60 @@ class ReadError(NamedTuple):
     traceback: str
 
 
+class WindowRead(NamedTuple):
+    """What came of one window: its samples up to a read that failed, and what was read in place of something else."""
+
+    samples: list[Any]
+    failure: ReadError | None
+    replaced: dict[int, tuple[SampleKey, int]]
+    """By row: the key that was read, and how many records could not be."""
+
+
 class _Chunk(NamedTuple):
     epoch: int
     keys: list[SampleKey]
 
 
+class _Replaced(NamedTuple):
+    """A chunk in which some records stand in for others."""
+
+    buffer: torch.Tensor
+    rows: dict[int, tuple[SampleKey, int]]
+
+
 class _ChunkReader(Dataset[Any]):
     """Runs in the workers: reads a chunk of keys, packs it into one buffer."""
 
-    def __init__(self, dataset: Any, seed: int, batched: bool) -> None:
+    def __init__(self, dataset: Any, seed: int, batched: bool, replacement: Replacement | None) -> None:
         self.dataset = dataset
         self.seed = seed
         self.batched = batched
+        self.replacement = replacement
         # What the codec does not know is pickled: it comes from a process of our own, by a pipe of our own.
         self.codec = Codec(allow_pickle=True)
 
     def __getitem__(self, chunk: _Chunk) -> Any:
-        records = self._batch(chunk) if self.batched else self._records(chunk)
+        replaced: dict[int, tuple[SampleKey, int]] = {}
+        records = self._batch(chunk, replaced) if self.batched else self._records(chunk, replaced)
         if isinstance(records, ReadError):
             return records
         try:
-            return torch.from_numpy(self.codec.frame(records).to_array())
+            buffer = torch.from_numpy(self.codec.frame(records).to_array())
         except CodecError as error:
             return self._unsendable(chunk, records, error)
+        return _Replaced(buffer, replaced) if replaced else buffer
 
-    def _records(self, chunk: _Chunk) -> list[Any] | ReadError:
+    def _records(self, chunk: _Chunk, replaced: dict[int, tuple[SampleKey, int]]) -> list[Any] | ReadError:
         records: list[Any] = []
-        for key in chunk.keys:
+        for row, key in enumerate(chunk.keys):
             try:
-                with occurrence(self.seed, chunk.epoch, key.position) as rng:
-                    reseed_global_generators(rng.seed)
-                    records.append(self.dataset[key.index])
+                if self.replacement is None:
+                    records.append(self._record(chunk.epoch, key))
+                    continue
+                found, record, failed = self.replacement.read(chunk.epoch, key, partial(self._record, chunk.epoch))
+                records.append(record)
+                if failed:
+                    replaced[row] = found, failed
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -84,11 +109,21 @@ class _ChunkReader(Dataset[Any]):
                 return _read_error(key, error)
         return records
 
-    def _batch(self, chunk: _Chunk) -> list[Any] | ReadError:
+    def _record(self, epoch: int, key: SampleKey) -> Any:
+        if self.batched:
+            return read_batch(self.dataset, [key])[0]
+        with occurrence(self.seed, epoch, key.position) as rng:
+            reseed_global_generators(rng.seed)
+            return self.dataset[key.index]
+
+    def _batch(self, chunk: _Chunk, replaced: dict[int, tuple[SampleKey, int]]) -> list[Any] | ReadError:
         try:
             return read_batch(self.dataset, chunk.keys)
         except KeyboardInterrupt:
             raise
+        except Exception as error:
+            # Which record it was only reading one by one can tell.
+            return _read_error(chunk.keys[0], error) if self.replacement is None else self._records(chunk, replaced)
         except BaseException as error:
             return _read_error(chunk.keys[0], error)
 
@@ -153,6 +188,7 @@ class ReadWorkers:
         num_workers: processes, at least 1.
         seed: of per-sample randomness.
         batched: read a chunk by one call of ``__getitems__``.
+        replacement: chooses what stands in for a record that cannot be read; None: that is an error.
         options: further arguments of torch's DataLoader. ``in_order`` is of no account: samples are given in order.
     """
 
@@ -163,12 +199,13 @@ class ReadWorkers:
         seed: int,
         batched: bool,
         options: Mapping[str, Any],
+        replacement: Replacement | None = None,
     ) -> None:
         self._num_workers = num_workers
         self._feed = _Feed()
         self._codec = Codec(allow_pickle=True)
         self._loader: DataLoader[Any] = DataLoader(
-            _ChunkReader(dataset, seed, batched),
+            _ChunkReader(dataset, seed, batched, replacement),
             sampler=self._feed,
             batch_size=None,
             num_workers=num_workers,
@@ -194,8 +231,8 @@ class ReadWorkers:
         size = -(-len(keys) // self._num_workers)
         self._feed.chunks.extend(_Chunk(epoch, list(keys[k * size : (k + 1) * size])) for k in range(self._num_workers))
 
-    def window(self) -> tuple[list[Any], ReadError | None]:
-        """Samples of the window added first, which is forgotten; up to a read that failed.
+    def window(self) -> WindowRead:
+        """What came of the window added first, which is forgotten.
 
         Raises:
             WorkerDiedError: a worker process is gone; found within torch's poll of 5 s.
@@ -204,13 +241,16 @@ class ReadWorkers:
         if not self._running:
             self._running.append(_off_the_main_thread(self._loader))
         running = self._running[0]
-        samples: list[Any] = []
+        read = WindowRead([], None, {})
         for _ in range(self._num_workers):
             chunk = self._next_result(running)
             if isinstance(chunk, ReadError):
-                return samples, chunk
-            samples.extend(self._codec.decode(chunk))
-        return samples, None
+                return read._replace(failure=chunk)
+            if isinstance(chunk, _Replaced):
+                read.replaced.update({len(read.samples) + row: found for row, found in chunk.rows.items()})
+                chunk = chunk.buffer
+            read.samples.extend(self._codec.decode(chunk))
+        return read
 
     def _next_result(self, running: Iterator[Any]) -> Any:
         processes = _processes(running)

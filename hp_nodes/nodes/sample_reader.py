@@ -17,13 +17,15 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, failing_at
 from hp_nodes.nodes.graph import all_nodes
-from hp_nodes.nodes.read_workers import ReadError, ReadWorkers, read_batch
+from hp_nodes.nodes.read_workers import ReadError, ReadWorkers, WindowRead, read_batch
+from hp_nodes.nodes.replacement import Replacement
 from hp_nodes.nodes.run_ahead import in_background
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.randomness import occurrence
@@ -52,10 +54,15 @@ class SampleReader(Stage[Window]):
             ``persistent_workers``, ``multiprocessing_context``, ``timeout``, ``worker_init_fn``, ``pin_memory``.
         batched_reads: read with ``dataset.__getitems__(indices)``, a window at a time here and a chunk in a worker. For
             datasets without randomness: there is no :func:`hp_nodes.sample_rng` in such a read.
+        on_error: "raise", or "skip": a record that cannot be read is replaced by another one of the dataset, see
+            :class:`hp_nodes.nodes.replacement.Replacement`. Where the plan was made before reading, its tokens and
+            costs stay those of the record that was planned.
+        max_skipped: with "skip": more records of an epoch that cannot be read, over all ranks, are an error. A
+            HostPrefetcher above counts them.
 
     Raises:
-        ValueError: the dataset has no ``__getitem__`` (or no ``__getitems__`` for batched reads), or ``num_workers`` is
-            no int >= 0.
+        ValueError: the dataset has no ``__getitem__`` (or no ``__getitems__`` for batched reads, no ``__len__`` for
+            "skip"), or an argument is out of range.
         IndexError: (on ``next``) an index outside the dataset, which it names.
         RuntimeError: (on ``next``) a worker process died, which it names, or took longer than ``timeout``.
     """
@@ -69,6 +76,8 @@ class SampleReader(Stage[Window]):
         seed: int = 0,
         worker_options: Mapping[str, Any] | None = None,
         batched_reads: bool = False,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skipped: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(source, name=name)
@@ -80,12 +89,24 @@ class SampleReader(Stage[Window]):
             )
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers is {num_workers!r}; accepted: an int >= 0")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error is {on_error!r}; accepted: 'raise' or 'skip'")
+        if isinstance(max_skipped, bool) or not isinstance(max_skipped, int) or max_skipped < 0:
+            raise ValueError(f"max_skipped is {max_skipped!r}; accepted: an int >= 0")
+        if on_error == "skip" and not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"the dataset is a {type(dataset).__name__}; accepted with on_error='skip': one with __len__, from "
+                "which a replacement can be drawn"
+            )
+        self.on_error = on_error
+        self.max_skipped = max_skipped
         self.dataset = dataset
         self.num_workers = num_workers
         self.seed = seed
         self.batched_reads = batched_reads
         self._options = dict(worker_options or {})
         self._length = len(dataset) if hasattr(dataset, "__len__") else None
+        self._replacement = Replacement(seed, len(dataset)) if on_error == "skip" else None
         self._workers: ReadWorkers | None = None
         self._taken: deque[_Taken] = deque()
         self._pulled = 0
@@ -124,24 +145,43 @@ class SampleReader(Stage[Window]):
             self._workers.close()
             self._workers = None
 
-    def _read(self, window: Window) -> list[Any]:
+    def _read(self, window: Window) -> WindowRead:
         keys = _keys_to_read(window)
-        samples: list[Any] = []
+        read = WindowRead([], None, {})
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             for key in keys:
                 place.at(key)
                 self._check_index(key)
-                if not self.batched_reads:
-                    with occurrence(self.seed, window.epoch, key.position):
-                        samples.append(self.dataset[key.index])
             if self.batched_reads:
                 place.at(None)
-                samples = read_batch(self.dataset, keys)
-        return samples
+                try:
+                    read.samples.extend(read_batch(self.dataset, keys))
+                    return read
+                except Exception:
+                    if self._replacement is None:
+                        raise
+            for row, key in enumerate(keys):
+                place.at(key)
+                if self._replacement is None:
+                    read.samples.append(self._record(window.epoch, key))
+                    continue
+                found, record, failed = self._replacement.read(window.epoch, key, partial(self._record, window.epoch))
+                read.samples.append(record)
+                if failed:
+                    read.replaced[row] = found, failed
+        return read
+
+    def _record(self, epoch: int, key: SampleKey) -> Any:
+        if self.batched_reads:
+            return read_batch(self.dataset, [key])[0]
+        with occurrence(self.seed, epoch, key.position):
+            return self.dataset[key.index]
 
     def _from_workers(self) -> Window:
         if self._workers is None:
-            self._workers = ReadWorkers(self.dataset, self.num_workers, self.seed, self.batched_reads, self._options)
+            self._workers = ReadWorkers(
+                self.dataset, self.num_workers, self.seed, self.batched_reads, self._options, self._replacement
+            )
         workers = self._workers
         try:
             self._take_ahead(workers)
@@ -149,7 +189,7 @@ class SampleReader(Stage[Window]):
                 assert self._end is not None
                 raise self._end
             taken = self._taken[0]
-            samples = self._awaited(workers, taken)
+            read = self._awaited(workers, taken)
         except BaseException as error:
             # Whatever is still on its way belongs to windows that will not be given.
             self._end = error if not _interrupts(error) else RuntimeError(f"{self.name} was interrupted while it read")
@@ -162,18 +202,18 @@ class SampleReader(Stage[Window]):
         self._taken.popleft()
         self._given += 1
         self._paired = taken.after
-        return self._filled(taken.window, samples)
+        return self._filled(taken.window, read)
 
-    def _awaited(self, workers: ReadWorkers, taken: _Taken) -> list[Any]:
+    def _awaited(self, workers: ReadWorkers, taken: _Taken) -> WindowRead:
         window = taken.window
         with failing_at(self.name, epoch=window.epoch, step=window.step):
-            samples, failure = workers.window()
+            read = workers.window()
         if taken.failure is not None:
             raise taken.failure
-        if failure is not None:
-            with failing_at(self.name, epoch=window.epoch, step=window.step, key=failure.key):
-                raise _raised_again(failure)
-        return samples
+        if read.failure is not None:
+            with failing_at(self.name, epoch=window.epoch, step=window.step, key=read.failure.key):
+                raise _raised_again(read.failure)
+        return read
 
     def _take_ahead(self, workers: ReadWorkers) -> None:
         """Take windows up to the place that follows from how many were given, and hand them to the workers."""
@@ -224,20 +264,26 @@ class SampleReader(Stage[Window]):
         if self._length is not None and not 0 <= key.index < self._length:
             raise IndexError(f"index {key.index} is outside the dataset of {self._length} records")
 
-    def _filled(self, window: Window, samples: Sequence[Any]) -> Window:
+    def _filled(self, window: Window, read: WindowRead) -> Window:
+        samples = tuple(read.samples)
+        keys, skipped = _keys_to_read(window), 0
+        if read.replaced:
+            keys = tuple(read.replaced[row][0] if row in read.replaced else key for row, key in enumerate(keys))
+            skipped = sum(failed for _, failed in read.replaced.values())
         if window.assignment is None:
-            return self.give(replace(window, samples=tuple(samples)))
+            return self.give(replace(window, keys=keys, samples=samples, skipped=skipped))
         share = window.assignment
         return self.give(
             replace(
                 window,
-                keys=_keys_to_read(window),
-                samples=tuple(samples),
+                keys=keys,
+                samples=samples,
                 bins=share.bins,
                 tokens=share.tokens,
                 costs=share.costs,
                 metadata=None,
                 reference=None,
+                report=None if window.report is None else replace(window.report, skipped=skipped),
             )
         )
 

@@ -169,9 +169,10 @@ class WindowSampler(Stage[Window]):
 
 
 def begin_epoch(entries: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-    """The state in which ``epoch`` has not begun: the sampler's entry replaced, every other kept."""
+    """The state in which ``epoch`` has not begun: the sampler's entry replaced, counts of the epoch before left out."""
     fresh = {WindowSampler.EPOCH_KEY: epoch, WindowSampler.CONSUMED_KEY: 0, WindowSampler.FINISHED_KEY: False}
-    return {name: dict(fresh) if _is_cursor(entry) else entry for name, entry in entries.items()}
+    kept = {name: entry for name, entry in entries.items() if not _is_count(entry)}
+    return {name: dict(fresh) if _is_cursor(entry) else entry for name, entry in kept.items()}
 
 
 def next_epoch(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,3 +189,8 @@ def find_cursor(entries: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _is_cursor(entry: Any) -> bool:
     keys = {WindowSampler.EPOCH_KEY, WindowSampler.CONSUMED_KEY, WindowSampler.FINISHED_KEY}
     return isinstance(entry, Mapping) and set(entry) == keys
+
+
+def _is_count(entry: Any) -> bool:
+    """What a HostPrefetcher says of records that could not be read."""
+    return isinstance(entry, Mapping) and set(entry) == {WindowSampler.EPOCH_KEY, "skipped"}

@@ -97,7 +97,7 @@ def test_an_empty_set_of_dataloader_kwargs_is_fine_with_an_external_source() -> 
 
 
 LATER: dict[str, tuple[dict[str, Any], str]] = {
-    "skip": ({"config": {"on_error": "skip"}}, "on_error='skip' comes later; accepted so far: 'raise'"),
+    "skip": ({"config": {"on_error": "skip"}}, "the source reads by itself; accepted: 'raise'"),
     "nccl": (
         {"config": {"communication_backend": "nccl"}},
         "communication_backend 'nccl' .*accepted so far: 'auto', 'gloo'",
