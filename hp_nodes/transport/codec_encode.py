@@ -178,7 +178,12 @@ class ColumnEncoder:
         names = list(values[0])
         flat_names = list(chain.from_iterable(values))
         if 0 < len(names) <= _MAX_COLUMNS and flat_names == names * len(values) and set(map(type, flat_names)) == {str}:
-            items = list(chain.from_iterable(map(dict.values, values)))
+            alone = names[0] if len(names) == 1 else None
+            items = (
+                list(chain.from_iterable(map(dict.values, values)))
+                if alone is None
+                else [value[alone] for value in values]
+            )
             fields, sizes = self._fields(items, names, lambda name: f"[{name!r}]", where, depth)
             return ["dict", names, fields], sizes
         lengths = self._lengths(values)

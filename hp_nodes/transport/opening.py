@@ -119,7 +119,13 @@ def open_window(
     else:
         received = received[:, len(head) :]
     gathered = [received[place, : int(count) * row].copy().view(dtype) for place, count in enumerate(counts)]
-    return gathered, records[:, 7], max(capacity, 1 << (most - 1).bit_length())
+    return gathered, records[:, 7], max(capacity, _with_room(most))
+
+
+def _with_room(samples: int) -> int:
+    """At least ``samples``, rounded up by at most an eighth: windows differ a little, and few shall need more room."""
+    step = max(1, 1 << max(0, samples.bit_length() - 4))
+    return -(-samples // step) * step
 
 
 def check_statuses(transport: Transport, statuses: NDArray[np.int64], error: DataPlaneError | None, node: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,12 +166,13 @@ class Payload:
         return found
 
     def _read(self, parcel: Bytes, count: int, frame_nbytes: int, place: int) -> Iterator[tuple[SampleKey, Any]]:
-        keys = parcel[: _KEY_BYTES * count].view(np.int64).reshape(-1, 3).tolist()
+        columns = parcel[: _KEY_BYTES * count].view(np.int64).reshape(-1, 3).T.tolist()
         start = _padded(_KEY_BYTES * count)
         samples = self._codec.decode(parcel[start : start + frame_nbytes])
         if len(samples) != count:
             raise ValueError(f"{len(samples)} samples arrived from data rank {place} where {count} were planned")
-        return zip((SampleKey(*key) for key in keys), samples, strict=True)
+        # Half the time of SampleKey(*key), and there is one for each small sample.
+        return zip(map(partial(tuple.__new__, SampleKey), zip(*columns, strict=True)), samples, strict=True)
 
 
 def _padded(size: int) -> int:
