@@ -348,7 +348,7 @@ def test_what_is_safe_is_accepted_with_a_warning_and_nothing_else_is() -> None:
 
         assert accepted(middle, seed=9) == [[4, 5], [6, 7], [8, 9], [10, 11]]  # the samples' randomness, not the order
         assert accepted(middle, records=20) == [[4, 5], [6, 7], [8, 9], [10, 11]]  # records were appended
-        refused(middle, "sampler.total_samples: saved 12, now 20; .*dataset_length: saved 12, now 20", size=20)
+        refused(middle, "dataset_length: saved 12, now 20; .*sampler.total_samples: saved 12, now 20", size=20)
         refused(middle, "global_batch_size: saved 4, now 6", step=6)
         assert len(accepted(fresh, size=20)) == 10  # nothing of the epoch has been consumed
         assert len(accepted(ended, size=9, step=2)) == 4  # nothing of it is left: the next one is another order's
