@@ -9,7 +9,8 @@ that may change, and host values), and put together again from them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,15 @@ from torch import Tensor
 
 from hp_nodes.types import TensorFieldSpec
 
-__all__ = ["BatchLayout", "skeleton", "tensor_bytes", "tensor_nbytes", "tensor_of"]
+__all__ = [
+    "BatchLayout",
+    "elsewhere",
+    "names_on_host",
+    "skeleton",
+    "tensor_bytes",
+    "tensor_nbytes",
+    "tensor_of",
+]
 
 _INT64 = torch.iinfo(torch.int64)
 
@@ -51,23 +60,38 @@ class BatchLayout:
         """Of the tensors, in the order in which they are taken out."""
 
     @classmethod
-    def of(cls, data: Any) -> BatchLayout:
-        """The layout of ``data``: every size may change, and so may every int; anything else is static."""
-        return cls(_mapped(data, _leaf_of))
+    def of(cls, data: Any, on_host: Collection[int] = ()) -> BatchLayout:
+        """The layout of ``data``: every size may change, and so may every int; anything else is static.
+
+        Args:
+            on_host: which of its tensors stay on the host, by their place among them.
+        """
+        places = itertools.count()
+
+        def leaf(value: Any) -> Any:
+            if _is_plain_tensor(value):
+                stays = next(places) in on_host
+                return TensorFieldSpec((None,) * value.dim(), value.dtype, device="cpu" if stays else None)
+            return int if type(value) is int else _Static(value)
+
+        return cls(_mapped(data, leaf))
 
     def __str__(self) -> str:
         """Every leaf with its path; equal for equal layouts on different ranks."""
         return "; ".join(f"{path}: {_expected(field)}" for path, field in _leaves(self.spec, "batch"))
 
-    def take_apart(self, data: Any) -> tuple[list[Tensor], list[int]]:
+    def take_apart(self, data: Any, device: torch.device | None = None) -> tuple[list[Tensor], list[int]]:
         """The tensors of a micro-batch, and its numbers.
+
+        Args:
+            device: where the tensors are that do not stay on the host; None: anywhere.
 
         Raises:
             ValueError: it does not fit the layout; the message names the field, what was expected and what was found.
         """
         tensors: list[Tensor] = []
         numbers: list[int] = []
-        _take_apart(self.spec, data, "batch", tensors, numbers)
+        _take_apart(self.spec, data, "batch", tensors, numbers, device)
         return tensors, numbers
 
     def shapes(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -107,23 +131,42 @@ def skeleton(data: Any) -> Any:
     return _mapped(data, emptied)
 
 
+def elsewhere(data: Any, device: torch.device) -> list[int]:
+    """Which tensors of a micro-batch are not on ``device``, by their place among them."""
+    tensors: list[Tensor] = []
+    _mapped(data, lambda value: tensors.append(value) if _is_plain_tensor(value) else None)
+    return [place for place, tensor in enumerate(tensors) if tensor.device != device]
+
+
+def names_on_host(spec: Any) -> set[str]:
+    """Names of the entries and fields that stay on the host; list items and tuple items have none."""
+    found: set[str] = set()
+    if _is_container(spec):
+        keys = spec if type(spec) is dict else getattr(spec, "_fields", range(len(spec)))
+        for key, (item, _) in zip(keys, _items(spec, ""), strict=True):
+            found |= names_on_host(item)
+            if isinstance(item, TensorFieldSpec) and item.device == "cpu" and isinstance(key, str):
+                found.add(key)
+    return found
+
+
 def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """uint8[n]: the contents of a CPU tensor, in the order of its dimensions."""
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"a tensor of the micro-batch is on {tensor.device}; the device's own backend, over which it would travel, "
-            "comes later; accepted so far: tensors on the CPU"
+            f"a tensor of the micro-batch is on {tensor.device}; accepted: tensors on the CPU, or on the device of a "
+            "transport for tensors that carries them from there"
         )
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data: NDArray[np.uint8] = dense.reshape(-1).view(torch.uint8).numpy()
     return data
 
 
-def tensor_of(data: NDArray[np.uint8], field: TensorFieldSpec, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of :func:`tensor_bytes`: a view of ``data``."""
-    if not len(data):  # numpy gives an empty slice a stride that torch takes for no row of bytes
-        return torch.empty(shape, dtype=field.dtype)
-    return torch.from_numpy(data).view(field.dtype).view(shape)
+def tensor_of(data: Tensor, field: TensorFieldSpec, shape: tuple[int, ...]) -> Tensor:
+    """What uint8[n] contains: a view of it."""
+    if not len(data):
+        return torch.empty(shape, dtype=field.dtype, device=data.device)
+    return data.view(field.dtype).view(shape)
 
 
 def tensor_nbytes(field: TensorFieldSpec, shape: tuple[int, ...]) -> int:
@@ -135,12 +178,6 @@ def tensor_nbytes(field: TensorFieldSpec, shape: tuple[int, ...]) -> int:
 
 def _is_plain_tensor(value: Any) -> bool:
     return type(value) is Tensor and value.layout is torch.strided
-
-
-def _leaf_of(value: Any) -> Any:
-    if _is_plain_tensor(value):
-        return TensorFieldSpec((None,) * value.dim(), value.dtype)
-    return int if type(value) is int else _Static(value)
 
 
 class _Static:
@@ -198,15 +235,17 @@ def _problem(leaf: _Leaf) -> str | None:
     return None
 
 
-def _take_apart(spec: Any, data: Any, path: str, tensors: list[Tensor], numbers: list[int]) -> None:
+def _take_apart(
+    spec: Any, data: Any, path: str, tensors: list[Tensor], numbers: list[int], device: torch.device | None
+) -> None:
     if _is_container(spec):
         _check_container(spec, data, path)
         inside = [data[key] for key in spec] if type(spec) is dict else list(data)
         for (item, inner), value in zip(_items(spec, path), inside, strict=True):
-            _take_apart(item, value, inner, tensors, numbers)
+            _take_apart(item, value, inner, tensors, numbers, device)
     elif isinstance(spec, TensorFieldSpec):
-        if not _fits(spec, data):
-            raise _misfit(path, spec, data)
+        if not _fits(spec, data, device):
+            raise _misfit(path, spec, data, device)
         numbers.extend(found for size, found in zip(spec.shape, data.shape, strict=True) if size is None)
         tensors.append(data)
     elif spec is int:
@@ -229,13 +268,13 @@ def _check_container(spec: Any, data: Any, path: str) -> None:
         raise ValueError(f"field {path}: expected {len(spec)} items, found {len(data)}")
 
 
-def _fits(field: TensorFieldSpec, data: Any) -> bool:
+def _fits(field: TensorFieldSpec, data: Any, device: torch.device | None) -> bool:
     return (
         _is_plain_tensor(data)
         and data.dtype == field.dtype
         and data.dim() == len(field.shape)
         and all(size in (None, found) for size, found in zip(field.shape, data.shape, strict=True))
-        and (field.device is None or data.device.type == field.device)
+        and (device in (None, data.device) if field.device is None else data.device.type == field.device)
     )
 
 
@@ -248,14 +287,15 @@ def _same(expected: Any, found: Any) -> bool:
         return False
 
 
-def _misfit(path: str, spec: Any, data: Any) -> ValueError:
-    return ValueError(f"field {path}: expected {_expected(spec)}, found {_found(data)}")
+def _misfit(path: str, spec: Any, data: Any, device: torch.device | None = None) -> ValueError:
+    return ValueError(f"field {path}: expected {_expected(spec, device)}, found {_found(data)}")
 
 
-def _expected(field: Any) -> str:
+def _expected(field: Any, device: torch.device | None = None) -> str:
     if isinstance(field, TensorFieldSpec):
         sizes = ", ".join("any" if size is None else str(size) for size in field.shape)
-        place = "" if field.device is None else f" on {field.device}"
+        wanted = field.device or device
+        place = "" if wanted is None else f" on {wanted}"
         return f"{_dtype_name(field.dtype)}[{sizes}]{place}"
     return "an int of 64 bits" if field is int else _found(field.value if isinstance(field, _Static) else field)
 

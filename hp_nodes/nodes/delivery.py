@@ -2,7 +2,8 @@
 
 The header has a fixed size, so that a peer can wait for it without knowing what comes. Behind its fields there is room
 for the layout, a text (boundary state, or an error), the numbers and the tensors that stay on the host; when they need
-more, they follow as a second broadcast. All other tensors are one buffer over a transport of their own.
+more, they follow as a second broadcast. All other tensors are one buffer over a transport of their own: one on the
+device, packed there, where that transport carries tensors from device to device.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hp_nodes.nodes.batch_layout import BatchLayout, tensor_bytes, tensor_nbytes, tensor_of
-from hp_nodes.transport import Transport
+from hp_nodes.transport import TensorTransport, Transport
 from hp_nodes.transport.opening import Status
 from hp_nodes.types import MicroBatch, TensorFieldSpec
 
@@ -48,6 +50,7 @@ class Message:
         layout, text: bytes; empty when there is nothing to say.
         tensors, numbers: of the micro-batch.
         fields: of the tensors.
+        device: where the tensors are packed that do not stay on the host; None: on the host too.
     """
 
     def __init__(
@@ -58,14 +61,15 @@ class Message:
         tensors: Sequence[Tensor] = (),
         numbers: Sequence[int] = (),
         fields: Sequence[TensorFieldSpec] = (),
+        device: torch.device | None = None,
     ) -> None:
-        contents = [tensor_bytes(tensor) for tensor in tensors]
-        on_host = [field.device == "cpu" for field in fields]
+        on_host = [tensor for tensor, field in zip(tensors, fields, strict=True) if field.device == "cpu"]
+        others = [tensor for tensor, field in zip(tensors, fields, strict=True) if field.device != "cpu"]
         parts = [
             np.frombuffer(layout, dtype=np.uint8),
             np.frombuffer(text, dtype=np.uint8),
             np.array(numbers, dtype=np.int64).view(np.uint8),
-            *(data for data, stays in zip(contents, on_host, strict=True) if stays),
+            *(tensor_bytes(tensor) for tensor in on_host),
         ]
         details = _joined(parts)
         self.header = np.zeros(_HEADER_NBYTES, dtype=np.uint8)
@@ -76,7 +80,9 @@ class Message:
         if len(details) <= _HEADER_NBYTES - _FIELDS_NBYTES:
             self.header[_FIELDS_NBYTES : _FIELDS_NBYTES + len(details)] = details
             self.details = None
-        self.tensors = _joined([data for data, stays in zip(contents, on_host, strict=True) if not stays])
+        self.tensors: Bytes | Tensor = (
+            _joined([tensor_bytes(tensor) for tensor in others]) if device is None else _packed(others, device)
+        )
 
 
 @dataclass(slots=True)
@@ -121,14 +127,15 @@ class Delivery:
     def __init__(self, transport: Transport, tensors: Transport, name: str) -> None:
         self._transport = transport
         self._tensors = tensors
+        self.device = tensors.device if isinstance(tensors, TensorTransport) else None
+        """Where tensors travel that do not stay on the host; None: on the host too."""
         self._name = name
 
     def send(self, message: Message) -> None:
         self._transport.broadcast(message.header, 0, f"{self._name}: header")
         if message.details is not None:
             self._transport.broadcast(message.details, 0, f"{self._name}: details")
-        if len(message.tensors):
-            self._tensors.broadcast(message.tensors, 0, f"{self._name}: tensors")
+        self._broadcast_tensors(message.tensors)
 
     def receive(self) -> Arrival:
         """The next message's header and what follows it."""
@@ -153,17 +160,32 @@ class Delivery:
         """The tensors of the micro-batch, in the order of the layout's fields; views of what was received."""
         shapes = layout.shapes(arrival.numbers)
         sizes = [tensor_nbytes(*pair) for pair in zip(layout.fields, shapes, strict=True)]
-        elsewhere = [size for size, field in zip(sizes, layout.fields, strict=True) if field.device != "cpu"]
-        received = np.empty(_starts(elsewhere)[-1], dtype=np.uint8)
-        if len(received):
-            self._tensors.broadcast(received, 0, f"{self._name}: tensors")
-        used = {"host": 0, "device": 0}
+        others = _starts([size for size, field in zip(sizes, layout.fields, strict=True) if field.device != "cpu"])[-1]
+        if self.device is None:
+            array = np.empty(others, dtype=np.uint8)
+            self._broadcast_tensors(array)
+            received = torch.from_numpy(array)
+        else:
+            received = torch.empty(others, dtype=torch.uint8, device=self.device)
+            self._broadcast_tensors(received)
+        host = torch.from_numpy(arrival.host)
+        used = {"host": 0, "others": 0}
         found = []
         for spec, shape, size in zip(layout.fields, shapes, sizes, strict=True):
-            source, kind = (arrival.host, "host") if spec.device == "cpu" else (received, "device")
+            source, kind = (host, "host") if spec.device == "cpu" else (received, "others")
             found.append(tensor_of(source[used[kind] : used[kind] + size], spec, shape))
             used[kind] += _padded(size)
         return found
+
+    def _broadcast_tensors(self, buffer: Bytes | Tensor) -> None:
+        where = f"{self._name}: tensors"
+        if not len(buffer):
+            return
+        if isinstance(buffer, Tensor):
+            assert isinstance(self._tensors, TensorTransport)
+            self._tensors.broadcast_tensor(buffer, 0, where)
+        else:
+            self._tensors.broadcast(buffer, 0, where)
 
 
 def _padded(size: int) -> int:
@@ -184,4 +206,15 @@ def _joined(parts: Sequence[Bytes]) -> Bytes:
     buffer = np.empty(starts[-1], dtype=np.uint8)
     for start, part in zip(starts, parts, strict=False):
         buffer[start : start + len(part)] = part
+    return buffer
+
+
+def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The same of tensors on a device: queued on the current stream, waited for by nobody."""
+    starts = _starts([tensor.nbytes for tensor in tensors])
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    for start, tensor in zip(starts, tensors, strict=False):
+        if tensor.nbytes:
+            place = buffer[start : start + tensor.nbytes]
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return buffer

@@ -6,7 +6,9 @@ gives what arrives. Communicates within the model-parallel group, over two trans
 * a header of fixed size on the first: status, place, sizes that may change, host values, boundary state, and the layout
   of the micro-batch where it is not known beforehand and has changed. What does not fit the header follows it, and so
   do tensors that stay on the host.
-* all other tensors as one buffer on the second, which is the device's own backend where they are on a device.
+* all other tensors as one buffer on the second. Where they are on a device that is a
+  :class:`~hp_nodes.transport.TensorTransport` of its own backend: the buffer is on the device, and so is what the peers
+  get. Tensors that are not on that device stay on the host.
 
 Adds no entry of its own; with each micro-batch that ends a step the constructor sends its state, so a peer's state is
 the constructor's.
@@ -21,7 +23,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
-from hp_nodes.nodes.batch_layout import BatchLayout, skeleton
+from hp_nodes.nodes.batch_layout import BatchLayout, elsewhere, skeleton
 from hp_nodes.nodes.delivery import Delivery, Message, header_of
 from hp_nodes.nodes.graph import NODES_KEY
 from hp_nodes.nodes.host_prefetcher import announce
@@ -46,7 +48,8 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
         spec: nested dict, list or tuple whose leaves are :class:`TensorFieldSpec`, ``int`` for a host value that may
             change, or static values: the same on every rank, and then no names or dtypes are sent. None: the layout is
             sent along, and again only when it changes.
-        tensors: another transport of the same ranks, for tensors; None: the first carries them too.
+        tensors: another transport of the same ranks, for tensors; None: the first carries them too. A
+            :class:`~hp_nodes.transport.TensorTransport` carries those of its device from there.
         allow_pickle: let static values travel that the codec does not know.
         initial_state: on a peer, the state its constructor's graph starts with.
 
@@ -138,8 +141,9 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             state = to_text(super().source_state()).encode() if batch.ends_step else b""
             layout, described = self._described(batch.data)
             changed = described if described != self._layout_sent else b""
-            taken = layout.take_apart(batch.data)
-            message = Message(header_of(Status.WINDOW, batch), changed, state, *taken, layout.fields)
+            device = self._delivery.device
+            taken = layout.take_apart(batch.data, device)
+            message = Message(header_of(Status.WINDOW, batch), changed, state, *taken, layout.fields, device)
         self._layout, self._layout_sent = layout, described
         return message
 
@@ -147,10 +151,13 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
         """The layout of a micro-batch, and what describes it to the peers; nothing where they know it."""
         if self._known is not None:
             return self._known, b""
-        described = self.codec.frame([skeleton(data)]).to_array().tobytes()
+        device = self._delivery.device
+        on_host = [] if device is None else elsewhere(data, device)
+        told = [skeleton(data), on_host] if on_host else [skeleton(data)]
+        described = self.codec.frame(told).to_array().tobytes()
         if self._layout is not None and described == self._layout_sent:
             return self._layout, described
-        return BatchLayout.of(data), described
+        return BatchLayout.of(data, on_host), described
 
     def _common(self, failure: BaseException) -> DataPlaneError:
         """Tell the peers of a failure; the other constructors, when they do not know of it, by the next exchange."""
@@ -179,7 +186,7 @@ class ModelParallelBroadcaster(Stage[MicroBatch]):
             error.agreed = True
             raise error
         if len(arrival.layout):
-            self._layout = BatchLayout.of(self.codec.decode(np.array(arrival.layout))[0])
+            self._layout = BatchLayout.of(*self.codec.decode(np.array(arrival.layout)))
         if len(arrival.text):
             self._told = from_text(arrival.text.tobytes().decode())
         assert self._layout is not None, "the first micro-batch brings the layout where there is no spec"

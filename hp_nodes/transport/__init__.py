@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hp_nodes.transport.in_process import InProcessTransport, VirtualMesh, VirtualWorld, run_ranks
-from hp_nodes.transport.protocol import ConsumerClock, Transport
+from hp_nodes.transport.protocol import ConsumerClock, TensorTransport, Transport
 from hp_nodes.transport.single import SingleRankTransport
 from hp_nodes.transport.topology import DataTopology
 
@@ -14,6 +14,7 @@ __all__ = [
     "DataTopology",
     "InProcessTransport",
     "SingleRankTransport",
+    "TensorTransport",
     "Transport",
     "VirtualMesh",
     "VirtualWorld",

@@ -5,6 +5,8 @@ numpy uint8 arrays; what they mean is the caller's business. A transport is used
 
 Every exchange can be interrupted from another thread, and gives up when the consumer has waited longer than the time
 limit. Failures are :class:`~hp_nodes.errors.DataPlaneError`, already ``agreed``: after one, no exchange can follow.
+
+A transport over a device's own backend may carry tensors that are on the device too (:class:`TensorTransport`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor, device
 
-__all__ = ["Bytes", "ConsumerClock", "Transport"]
+__all__ = ["Bytes", "ConsumerClock", "TensorTransport", "Transport"]
 
 Bytes = NDArray[np.uint8]
 
@@ -108,4 +111,21 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back what the transport holds. The group is not usable afterwards."""
+        ...
+
+
+@runtime_checkable
+class TensorTransport(Transport, Protocol):
+    """A transport that carries tensors from device to device, over the device's own backend.
+
+    ``device`` is where this rank's tensors are, with its index.
+    """
+
+    device: device
+
+    def broadcast_tensor(self, tensor: Tensor, root: int, where: str) -> None:
+        """Fill ``tensor``, uint8[n] on ``device`` with equal n on all ranks, with what place ``root`` has in its own.
+
+        What is queued on the calling thread's current stream afterwards runs behind it; the host does not wait.
+        """
         ...
