@@ -3,7 +3,7 @@
 1. Trains a tokenizer on the interpreter's standard library and packs that text into records.
 2. Trains a small model without interruption.
 3. Trains it again, kills every rank with SIGKILL in the middle of a step, resumes, and compares the losses of both
-   runs.
+   runs. The same checkpoint also goes on, for one step, on one rank alone.
 4. Trains steps with and without balancing, in turn, and compares time, waiting and loss.
 
 Prints one table, writes ``demo.png``; all of it is in ``runs/demo``. Needs the extra ``demo``.
@@ -32,6 +32,8 @@ CHECKPOINT_EVERY = 4
 KILLED_BEHIND = 6
 BLOCKS = 4
 BLOCK_STEPS = 2
+ALONE_WITHIN = 1e-5
+"""On another number of ranks the same loss is summed in another order."""
 DIRECTORY = Path("runs/demo")
 RECORDS = Path("runs/demo.records")
 """Stays from one demo to the next: the text is packed again only when it changed."""
@@ -42,7 +44,7 @@ SIZES = {"global-batch-size": 16, "hidden": 32, "layers": 1, "heads": 1, "warm-u
 Event = dict[str, Any]
 
 
-def launch(name: str, output: Any = None, **options: Any) -> subprocess.Popen[bytes]:
+def launch(name: str, output: Any = None, ranks: int = RANKS, **options: Any) -> subprocess.Popen[bytes]:
     """Start the training program on all ranks; its log is ``NAME.jsonl``."""
     given = {
         "records": RECORDS,
@@ -51,7 +53,7 @@ def launch(name: str, output: Any = None, **options: Any) -> subprocess.Popen[by
         **SIZES,
         **options,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "graphs.pretrain"]
     for option, value in given.items():
         command += [f"--{option}"] if value is True else [f"--{option}", str(value)]
@@ -110,6 +112,7 @@ def table(killed_in: int) -> str:
     """What all runs showed."""
     trained, comparison = events("uninterrupted", "step"), events("comparison", "comparison")[-1]
     one, other = losses("uninterrupted"), losses("resumed")
+    alone = events("alone", "step")[-1]
     resumed_behind = events("resumed", "resumed")[-1]["step"]
     tokens, padding = (sum(step[what] for step in trained) for what in ("tokens", "padding"))
     evenness = [sum(step["imbalance"][i] for step in trained) / len(trained) for i in range(3)]
@@ -122,6 +125,7 @@ def table(killed_in: int) -> str:
         ("loss", f"{one[1]:.4f} at the start, {one[len(one)]:.4f} at the end"),
         ("killed and resumed", f"killed in step {killed_in}, resumed behind step {resumed_behind}"),
         ("losses of both runs", f"{same} of {len(one)} identical to the last bit"),
+        ("resumed on one rank", f"step {alone['step']}: loss {alone['loss']:.6f}, {one[alone['step']]:.6f} on {RANKS}"),
         ("", f"{'as sampled':>12}{'balanced':>12}"),
         ("step, predicted", seconds.format(*comparison["predicted_seconds"], comparison["predicted_speedup"])),
         ("step, measured", seconds.format(*comparison["step_seconds"], comparison["speedup"])),
@@ -179,14 +183,21 @@ def main() -> None:
     finish(launch("uninterrupted", checkpoint=DIRECTORY / "uninterrupted", **training))
     print(f"== train again, SIGKILL in step {KILLED_BEHIND + 1}", flush=True)
     killed_in = train_and_kill("resumed", checkpoint=DIRECTORY / "resumed", **training)
+    shutil.copytree(DIRECTORY / "resumed", DIRECTORY / "alone")
     print("== resume", flush=True)
     finish(launch("resumed", checkpoint=DIRECTORY / "resumed", resume=True, **training))
+    print("== resume the same checkpoint on one rank", flush=True)
+    behind = events("resumed", "resumed")[-1]["step"]
+    finish(launch("alone", ranks=1, checkpoint=DIRECTORY / "alone", resume=True, steps=behind + 1))
     print("== the same steps with and without balancing", flush=True)
     finish(launch("comparison", compare=BLOCKS, **{"block-steps": BLOCK_STEPS}))
     draw(DIRECTORY / "demo.png")
     print(f"\n{table(killed_in)}\n\n{DIRECTORY / 'demo.png'} shows it. {time.monotonic() - started:.0f} s in all.")
     if losses("resumed") != losses("uninterrupted"):
         raise SystemExit("the resumed run's losses differ from the uninterrupted run's")
+    alone = events("alone", "step")[-1]
+    if abs(alone["loss"] - losses("uninterrupted")[alone["step"]]) > ALONE_WITHIN:
+        raise SystemExit("the step resumed on one rank has another loss")
 
 
 if __name__ == "__main__":
