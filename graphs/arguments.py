@@ -14,7 +14,7 @@ import torch
 
 from graphs.config import DistributedDatasetConfig
 from hp_nodes.nodes.accelerator import open_accelerator
-from hp_nodes.nodes.batch_layout import BatchLayout
+from hp_nodes.nodes.batch_layout import BatchLayout, unnamed_on_host
 from hp_nodes.nodes.metadata_table import MetadataTable
 from hp_nodes.samplers import check_batch_sampler
 from hp_nodes.text import collate_text
@@ -52,7 +52,7 @@ def refusals(dataset: Any, topology: DataTopology, config: DistributedDatasetCon
     problems = problems or _function_problems(config, given) + _spec_problems(given) + _later(config, given)
     if problems:
         return problems
-    problems = _mesh_problems(topology, config, given) + _device_problems(topology, given)
+    problems = _mesh_problems(topology, config, given) + _device_problems(topology, config, given)
     problems += _worker_problems(given["dataloader_kwargs"] or {})
     if is_external(given):
         return problems
@@ -220,7 +220,7 @@ def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     return problems
 
 
-def _device_problems(topology: DataTopology, given: Arguments) -> list[str]:
+def _device_problems(topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     device = given["device"]
     if device is None:
         return []
@@ -235,6 +235,9 @@ def _device_problems(topology: DataTopology, given: Arguments) -> list[str]:
         open_accelerator(device)
     except (ValueError, ImportError, RuntimeError) as error:
         return [f"{error}; accepted here: 'cpu'"]
+    unnamed = unnamed_on_host(batch_spec(config, given))
+    if unnamed:
+        return [f"model_batch_spec: {unnamed} stay on the host of a batch on {device!r}; accepted: entries with a name"]
     return []
 
 

@@ -30,7 +30,7 @@ from hp_nodes import (
     WindowSampler,
     WorkloadCost,
 )
-from hp_nodes.nodes.batch_layout import BatchLayout
+from hp_nodes.nodes.batch_layout import BatchLayout, names_on_host
 from hp_nodes.planning import BalancingAlgorithm
 from hp_nodes.samplers import BatchSampler
 from hp_nodes.transport import Transport
@@ -89,7 +89,8 @@ def native_graph(
     collate_fn = parts.collate_fn if parts.batch_spec is None else _Fitting(parts.collate_fn, parts.batch_spec)
     batches: BaseNode[MicroBatch] = Collator(windows, collate_fn, local_batch_size=size)
     batches = HostPrefetcher(batches, data, config.host_prefetch_depth)
-    batches = DevicePrefetcher(batches, parts.device, staged_ahead(parts.device, config))
+    on_host = names_on_host(parts.batch_spec)
+    batches = DevicePrefetcher(batches, parts.device, staged_ahead(parts.device, config), cpu_fields=on_host)
     batches = ModelParallelBroadcaster(
         batches, model, parts.batch_spec, tensors=tensors, allow_pickle=config.allow_pickle
     )

@@ -28,6 +28,7 @@ __all__ = [
     "tensor_bytes",
     "tensor_nbytes",
     "tensor_of",
+    "unnamed_on_host",
 ]
 
 _INT64 = torch.iinfo(torch.int64)
@@ -139,15 +140,22 @@ def elsewhere(data: Any, device: torch.device) -> list[int]:
 
 
 def names_on_host(spec: Any) -> set[str]:
-    """Names of the entries and fields that stay on the host; list items and tuple items have none."""
-    found: set[str] = set()
+    """Names of the entries and fields that stay on the host."""
+    return {name for _, name in _on_host(spec, "batch", None) if name is not None}
+
+
+def unnamed_on_host(spec: Any) -> list[str]:
+    """Paths of what stays on the host and has no name by which staging could leave it there: items of lists."""
+    return [path for path, name in _on_host(spec, "batch", None) if name is None]
+
+
+def _on_host(spec: Any, path: str, name: str | None) -> Iterator[tuple[str, str | None]]:
     if _is_container(spec):
-        keys = spec if type(spec) is dict else getattr(spec, "_fields", range(len(spec)))
-        for key, (item, _) in zip(keys, _items(spec, ""), strict=True):
-            found |= names_on_host(item)
-            if isinstance(item, TensorFieldSpec) and item.device == "cpu" and isinstance(key, str):
-                found.add(key)
-    return found
+        names: Any = spec if type(spec) is dict else getattr(spec, "_fields", None)
+        for key, (item, inner) in zip(names or [None] * len(spec), _items(spec, path), strict=True):
+            yield from _on_host(item, inner, key if isinstance(key, str) else None)
+    elif isinstance(spec, TensorFieldSpec) and spec.device == "cpu":
+        yield path, name
 
 
 def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hp_nodes import DataPlaneError, DevicePrefetcher, ModelParallelBroadcaster, TensorFieldSpec
-from hp_nodes.nodes.batch_layout import names_on_host
+from hp_nodes.nodes.batch_layout import names_on_host, unnamed_on_host
 from hp_nodes.transport import DataTopology, TensorTransport, create_transport, run_ranks
 from tests.nodes.test_model_parallel import PEERS, SPEC, Batches, Recording, rich, same
 
@@ -139,6 +139,12 @@ def test_names_of_what_stays_on_the_host() -> None:
     assert names_on_host(SPEC) == {"lengths", "mask"}
     assert names_on_host([{"a": {"b": TensorFieldSpec((1,), torch.int8, device="cpu"), "c": 3}}]) == {"b"}
     assert names_on_host(None) == set()
+    host = TensorFieldSpec((1,), torch.int8, device="cpu")
+    assert unnamed_on_host({"a": host, "b": [host, {"c": host}], "d": (host, host)}) == [
+        "batch['b'][0]",
+        "batch['d'][0]",
+        "batch['d'][1]",
+    ]
 
 
 class AtOnce:
