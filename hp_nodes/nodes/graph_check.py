@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from hp_nodes.nodes.graph import all_nodes, node_names, read_state, restore
 from hp_nodes.nodes.neighbours import refusal, runs_ahead
+from hp_nodes.nodes.run_ahead import RunAhead
 
 __all__ = ["check_graph", "peek"]
 
@@ -39,7 +41,8 @@ def peek(graph: BaseNode[Any], after: str) -> Any:
     """What flows behind a node: its next item. The graph stands afterwards where it stood before.
 
     On several ranks all call it, since nodes below may communicate. A graph whose background thread is running has to
-    be closed first.
+    be closed first. Interrupted (a notebook's stop button), it does not wait for a thread that it started: the graph is
+    then to be built anew.
 
     Args:
         graph: any node of a graph.
@@ -53,12 +56,21 @@ def peek(graph: BaseNode[Any], after: str) -> Any:
     found = [node for node in all_nodes(graph) if names[id(node)] == after]
     if not found:
         raise ValueError(f"no node is called {after!r}; the graph has {list(names.values())}")
-    busy = [names[id(node)] for node in all_nodes(graph) if getattr(node, "_ahead", None) is not None]
+    busy = _reading_ahead(graph, names)
     if busy:
         raise RuntimeError(f"{busy[0]} is reading ahead in a thread; close it, or peek before iterating")
     node = found[0]
     entries = read_state(node)
     try:
-        return next(node)
-    finally:
-        restore(node, entries)
+        item = next(node)
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt) and _reading_ahead(node, names)):
+            restore(node, entries)
+        raise
+    restore(node, entries)
+    return item
+
+
+def _reading_ahead(graph: BaseNode[Any], names: Mapping[int, str]) -> list[str]:
+    """The nodes whose own thread is running."""
+    return [names[id(node)] for node in all_nodes(graph) if isinstance(getattr(node, "_ahead", None), RunAhead)]

@@ -6,7 +6,9 @@ one that waits for a rank which has returned, failed, or calls a different excha
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ __all__ = ["InProcessTransport", "VirtualMesh", "VirtualWorld", "run_ranks"]
 
 R = TypeVar("R")
 _POLL_S = 0.05
+_INTERRUPTED_S = 2.0
 
 
 class _Meeting:
@@ -200,6 +203,18 @@ class VirtualMesh:
         return f"VirtualMesh({sizes}, rank={self._rank})"
 
 
+def _interrupt(threads: Sequence[threading.Thread], ended: Sequence[threading.Event]) -> None:
+    """Raise KeyboardInterrupt in each thread at its next instruction, and let them end."""
+    for thread, end in zip(threads, ended, strict=True):
+        if thread.ident is not None and not end.is_set():
+            ident, error = ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+    deadline = time.monotonic() + _INTERRUPTED_S
+    for thread, end in zip(threads, ended, strict=True):
+        if end.wait(max(0.0, deadline - time.monotonic())):
+            thread.join()
+
+
 def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
     """Run ``fn(mesh)`` on virtual ranks of this process.
 
@@ -213,7 +228,7 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
     Raises:
         ValueError: a dimension is not an int >= 1.
         BaseException: the first exception that left ``fn`` on any rank. Ranks that wait for that one are ended with an
-            error of their own. KeyboardInterrupt ends all ranks at their next exchange.
+            error of their own. KeyboardInterrupt (a notebook's stop button) is raised in every rank, wherever it is.
     """
     for name, size in shape.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -223,6 +238,8 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
     world = VirtualWorld(int(np.prod(list(shape.values()))))
     results: dict[int, R] = {}
     failures: list[BaseException] = []
+    # Not Thread.join, which takes an interrupted thread for one that has ended (Python 3.11).
+    ended = [threading.Event() for _ in range(world.size)]
 
     def body(rank: int) -> None:
         try:
@@ -231,6 +248,8 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
         except BaseException as error:
             failures.append(error)
             world.depart(rank, f"failed: {type(error).__name__}: {error}")
+        finally:
+            ended[rank].set()
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.size)
@@ -238,11 +257,14 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
     for thread in threads:
         thread.start()
     try:
+        for end in ended:
+            end.wait()
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:
         for rank in range(world.size):
             world.depart(rank, "was interrupted")
+        _interrupt(threads, ended)
         raise
     if failures:
         raise failures[0]
