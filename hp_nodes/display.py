@@ -19,6 +19,7 @@ __all__ = [
     "aligned",
     "html_table",
     "micro_batch_html",
+    "one_line",
     "plan_html",
     "plan_report_html",
     "report_html",
@@ -56,19 +57,49 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
     return f"<div>{above}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}</div>"
 
 
-def window_html(window: Window) -> str:
-    """What is known of a window so far: its place, its samples, this rank's bins, and the plan over all ranks."""
+def one_line(value: Window | MicroBatch | PackingPlan | PlanReport | BalanceReport) -> str:
+    """A value in one line, whatever is in it."""
+    if isinstance(value, Window):
+        return f"{_window_title(value)}; {len(value.keys)} samples; filled: {_filled(value)}"
+    if isinstance(value, MicroBatch):
+        return f"{_micro_batch_title(value)}; {value.num_tokens} tokens"
+    if isinstance(value, PackingPlan):
+        return f"{_plan_title(value)}; {one_line(value.report)}"
+    if isinstance(value, BalanceReport):
+        return f"{one_line(value.plan)}; {value.samples_sent} samples sent, {value.samples_received} received"
+    before = "" if value.before is None else f"{value.before:.5g} → "
+    kept = "" if value.accepted else ", reference kept"
+    return f"{value.objective} {before}{value.after:.5g} (bound {value.lower_bound:.5g}{kept})"
+
+
+def _window_title(window: Window) -> str:
     rounds = f"round {window.first_round}"
     if window.num_rounds > 1:
         rounds += f" to {window.first_round + window.num_rounds - 1}"
     ends = "ends the epoch" if window.ends_epoch else "ends the step" if window.ends_step else "within the step"
-    filled = [
-        name
-        for name in ("reference", "samples", "metadata", "costs", "plan", "assignment", "bins", "packed", "report")
-        if getattr(window, name) is not None
-    ]
-    title = f"Window: epoch {window.epoch}, step {window.step}, {rounds}, {ends}"
-    parts = [f"<b>{escape(title)}</b>", f"<div>filled so far: keys {escape(' '.join(filled))}</div>"]
+    return f"Window: epoch {window.epoch}, step {window.step}, {rounds}, {ends}"
+
+
+def _filled(window: Window) -> str:
+    fields = ("keys", "reference", "samples", "metadata", "costs", "plan", "assignment", "bins", "packed", "report")
+    return " ".join(name for name in fields if getattr(window, name) is not None)
+
+
+def _plan_title(plan: PackingPlan) -> str:
+    ranks, rounds = plan.report.costs_after.shape
+    slots = len(plan.oversized) // (ranks * rounds)
+    return f"PackingPlan: {len(plan.bins)} samples in {ranks} ranks × {rounds} rounds × {slots} bins"
+
+
+def _micro_batch_title(batch: MicroBatch) -> str:
+    title = f"MicroBatch: epoch {batch.epoch}, step {batch.step}, round {batch.round}"
+    ends = [name for name in ("window", "step", "epoch") if getattr(batch, f"ends_{name}")]
+    return f"{title}, ends the {' and the '.join(ends)}" if ends else title
+
+
+def window_html(window: Window) -> str:
+    """What is known of a window so far: its place, its samples, this rank's bins, and the plan over all ranks."""
+    parts = [f"<b>{escape(_window_title(window))}</b>", f"<div>filled: {_filled(window)}</div>"]
     parts.append(_bins_picture(window))
     if window.plan is not None:
         parts.append(plan_html(window.plan))
@@ -77,11 +108,8 @@ def window_html(window: Window) -> str:
 
 
 def plan_html(plan: PackingPlan) -> str:
-    """The plan's report, and how many samples it moves into which bin."""
-    ranks, rounds = plan.report.costs_after.shape
-    slots = len(plan.oversized) // (ranks * rounds)
-    title = f"PackingPlan: {len(plan.bins)} samples in {ranks} ranks × {rounds} rounds × {slots} bins"
-    return f"<div><b>{escape(title)}</b>{plan_report_html(plan.report)}</div>"
+    """How many samples go into how many bins, and the plan's report."""
+    return f"<div><b>{escape(_plan_title(plan))}</b>{plan_report_html(plan.report)}</div>"
 
 
 def plan_report_html(report: PlanReport) -> str:
@@ -117,17 +145,13 @@ def report_html(report: BalanceReport) -> str:
 
 def micro_batch_html(batch: MicroBatch) -> str:
     """Where a micro-batch stands, and the shapes of what is in it."""
-    ends = [name for name in ("window", "step", "epoch") if getattr(batch, f"ends_{name}")]
-    title = f"MicroBatch: epoch {batch.epoch}, step {batch.step}, round {batch.round}"
-    if ends:
-        title += f", ends the {' and the '.join(ends)}"
     data = batch.data if isinstance(batch.data, dict) else {"data": batch.data}
     rows = [(str(name), _summary(value)) for name, value in data.items()]
     rows.append(("tokens without padding", str(batch.num_tokens)))
     positions = "on the constructor only" if batch.positions is None else ", ".join(map(str, batch.positions))
     rows.append(("positions of its records", positions))
     report = "" if batch.report is None else _folded("balance report", report_html(batch.report))
-    return f"<div><b>{escape(title)}</b>{html_table(('field', 'value'), rows)}{report}</div>"
+    return f"<div><b>{escape(_micro_batch_title(batch))}</b>{html_table(('field', 'value'), rows)}{report}</div>"
 
 
 # ---- pictures
@@ -185,11 +209,12 @@ def _bins_picture(window: Window) -> str:
             x += wide
     bottom = top + len(numbers) * height
     if legend:
-        for place, rank in enumerate(np.unique(origins).tolist()[:4]):
-            x = left + place * 96
-            parts.append(_rect(x, bottom + 4, 10, 10, COLOURS[rank % len(COLOURS)], ""))
-            parts.append(_text(x + 14, bottom + 13, f"from rank {rank}"))
-        bottom += 18
+        shown = np.unique(origins).tolist()[: len(COLOURS)]
+        for place, rank in enumerate(shown):
+            x, y = left + place % 4 * 96, bottom + 4 + place // 4 * 16
+            parts.append(_rect(x, y, 10, 10, COLOURS[rank % len(COLOURS)], ""))
+            parts.append(_text(x + 14, y + 9, f"from rank {rank}"))
+        bottom += 2 + 16 * -(-len(shown) // 4)
     return _svg(left + width, bottom + 2, parts)
 
 

@@ -86,3 +86,16 @@ def test_values_are_imported_without_what_draws_them() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("after", ["WindowSampler", "Planner", "Packer", "StepCheckpointer"])
+def test_a_terminal_gets_one_line(after: str) -> None:
+    """IPython prints no records and no arrays."""
+    told: list[str] = []
+
+    class Printer:
+        text = staticmethod(told.append)
+
+    shown(after)._repr_pretty_(Printer(), False)
+    assert len(told) == 1
+    assert "epoch 0, step 0" in told[0] and "array" not in told[0] and len(told[0]) < 200

@@ -79,6 +79,9 @@ class GraphDescription(str):
             found.setdefault(node.thread, []).append(node)
         return found
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         boxes = "<span>→</span>".join(_box(node) for node in self.nodes)
         return f'<div style="display:flex;flex-wrap:wrap;gap:6px;align-items:center">{boxes}</div>'

@@ -65,7 +65,7 @@ class NodeStats:
         return self.busy + self.exchanging
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LoaderStats:
     """A graph's nodes in the order of the flow, and what the training loop had of them. Seconds."""
 
@@ -118,7 +118,7 @@ class LoaderStats:
         advice = _ADVICE.get(slowest.kind, "make it cheaper")
         return advice if self.runs_ahead else f"{advice}; HostPrefetcher(depth=1) would build windows while you train"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{aligned(_COLUMNS, list(self._rows()))}\n{self._summary()}\n{self.bottleneck}"
 
     def _repr_html_(self) -> str:
