@@ -19,6 +19,7 @@ from hp_nodes.nodes.metadata_table import MetadataTable
 from hp_nodes.samplers import check_batch_sampler
 from hp_nodes.text import collate_text
 from hp_nodes.transport import DataTopology
+from hp_nodes.transport.device import backend_problem
 from hp_nodes.types import TensorFieldSpec
 
 __all__ = ["Arguments", "batch_spec", "is_external", "refusals", "worker_arguments"]
@@ -49,7 +50,7 @@ def refusals(dataset: Any, topology: DataTopology, config: DistributedDatasetCon
         problems = _external_problems(topology, config, given)
     else:
         problems = _mode_problems(topology, config, given) or _native_problems(config, given)
-    problems = problems or _function_problems(config, given) + _spec_problems(given) + _later(config, given)
+    problems = problems or _function_problems(config, given) + _spec_problems(given) + _backend_problems(config, given)
     if problems:
         return problems
     problems = _mesh_problems(topology, config, given) + _device_problems(topology, config, given)
@@ -208,16 +209,19 @@ def _spec_problems(given: Arguments) -> list[str]:
     return []
 
 
-def _later(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
-    """What is accepted by name but not built yet. TODO(device-backends)."""
-    problems = []
-    backend, needed = config.communication_backend, {"nccl": "cuda", "hccl": "npu"}
-    if backend in needed:
-        kind = getattr(torch, needed[backend], None)
-        there = kind is not None and kind.is_available()
-        why = "comes later" if there else f"needs a {needed[backend].upper()} device, and there is none here"
-        problems.append(f"communication_backend {backend!r} {why}; accepted so far: 'auto', 'gloo'")
-    return problems
+def _backend_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
+    backend = config.communication_backend
+    if backend not in ("nccl", "hccl"):
+        return []
+    try:
+        problem = backend_problem(backend, given["device"])
+    except (RuntimeError, TypeError):
+        return []  # the device is no device, which is told elsewhere
+    if problem is None and is_external(given) and config.balance_group_size is not None:
+        problem = (  # TODO(device-groups)
+            f"communication_backend {backend!r} with balance_group_size comes later; accepted with it so far: 'gloo'"
+        )
+    return [] if problem is None else [f"communication_backend: {problem}"]
 
 
 def _device_problems(topology: DataTopology, config: DistributedDatasetConfig, given: Arguments) -> list[str]:

@@ -28,7 +28,9 @@ from hp_nodes.planning import BackboneCostModel, BalancingAlgorithm, CausalAtten
 from hp_nodes.samplers import BatchSampler
 from hp_nodes.text import collate_text, pack_text, split_packed_text, text_metadata
 from hp_nodes.transport import DataTopology, Transport, create_transport
+from hp_nodes.transport.agreement import gather_texts
 from hp_nodes.transport.balance_group import create_balance_group
+from hp_nodes.transport.device import DEVICE_OF
 from hp_nodes.transport.topology import Mesh
 from hp_nodes.types import MicroBatch
 
@@ -113,7 +115,7 @@ def build_distributed_dataloader(
     held: list[Transport] = [create_transport(topology, "all", timeout_s=config.timeout_s)]
     try:
         agreed = agree(held[0], topology, offer)
-        graph = _graph(parts, topology, config, agreed, held, device or "cpu")
+        graph = _graph(parts, topology, config, agreed, held, _device(config, device))
         return DistributedDataLoader(
             graph,
             fingerprint={**given["fingerprint"], **agreed.fingerprint},
@@ -214,17 +216,46 @@ def _graph(
     assert parts is not None
     model = group("model_parallel")
     tensors = group("model_parallel") if model.size > 1 else model
+    data = _data_group(topology, config, device, held)
     if isinstance(parts, ExternalParts):
-        data = group("data_parallel")
+        assert data is not None
         balanced = create_balance_group(topology, data, config.balance_group_size)
         if balanced is not data:
             held.append(balanced)
         return external_graph(parts, config, data, balanced, model, device=device)
-    if not topology.is_constructor:
+    if data is None:
         return peer_graph(agreed.start, config, model, tensors, parts.batch_spec)
     if parts.nothing_to_plan and topology.data_rank == 0:
         logger.warning(_NOTHING_TO_PLAN)
-    return native_graph(parts, config, group("data_parallel"), model, tensors)
+    return native_graph(parts, config, data, model, tensors)
+
+
+def _device(config: DistributedDatasetConfig, device: Any) -> Any:
+    """Where batches are wanted: where it was said, else on the device of the backend that was asked for."""
+    return device or DEVICE_OF.get(config.communication_backend, "cpu")
+
+
+def _data_group(
+    topology: DataTopology, config: DistributedDatasetConfig, device: Any, held: list[Transport]
+) -> Transport | None:
+    """The data-parallel group; None on a model peer. A device's backend that fails its test on one rank fails on all,
+    which hear of it over the first of ``held``, the group of all ranks.
+    """
+    backend = "gloo" if config.communication_backend == "auto" else config.communication_backend
+    data, failure = None, b""
+    try:
+        if topology.is_constructor:
+            data = create_transport(topology, timeout_s=config.timeout_s, backend=backend, device=device)
+            held.append(data)
+    except RuntimeError as error:
+        if backend == "gloo":
+            raise
+        failure = str(error).encode()
+    if backend != "gloo":
+        failures = [text.decode() for text in gather_texts(held[0], failure, "making the data-parallel group") if text]
+        if failures:
+            raise RuntimeError("; ".join(dict.fromkeys(failures)))
+    return data
 
 
 # ---- the functions of each stage: the user's, the built-in text ones, or those of whole records

@@ -1,4 +1,4 @@
-"""Ranks as processes: Gloo, over the store that torch.distributed was initialised with.
+"""Ranks as processes: groups of our own, over the store that torch.distributed was initialised with.
 
 Every collective is issued asynchronously and waited for in short slices, so that a stop flag and our own time limit can
 end the wait; a synchronous one could not be woken. Gloo's own limit is set far away: a background exchange may rightly
@@ -16,44 +16,93 @@ import ctypes
 import datetime
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, PrefixStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 from torch.distributed import ProcessGroupGloo
-from torch.distributed import distributed_c10d as c10d
 
 from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport.protocol import Bytes, ConsumerClock
+from hp_nodes.transport.rendezvous import meet
 
-__all__ = ["GlooTransport"]
+__all__ = ["GroupTransport", "HostLane", "Lane"]
 
 _SLICE = datetime.timedelta(milliseconds=50)
 _NEVER = datetime.timedelta(days=7)
 _ROLL_CALL_S = 1.0
-_RENDEZVOUS_POLL_S = 0.005
-_made: dict[str, int] = {}
-_made_lock = threading.Lock()
 
 
-class GlooTransport:
-    """A Gloo group made by its members only.
+class Lane(Protocol):
+    """Where a group's buffers are, and how its work is waited for."""
+
+    def make_group(self, store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
+        """A process group of torch."""
+        ...
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Context in which buffers are made and work is issued and waited for."""
+        ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes]."""
+        ...
+
+    def load(self, array: Bytes) -> torch.Tensor:
+        """The same bytes where the group wants them; may be ``array`` itself."""
+        ...
+
+    def unload(self, tensor: torch.Tensor) -> Bytes:
+        """The same bytes on the host; may be ``tensor`` itself."""
+        ...
+
+    def rest(self, work: Any) -> None:
+        """Wait a short while, or until ``work`` is complete; an exception of it may come from here or not."""
+        ...
+
+
+class HostLane:
+    """Gloo, with buffers on the host."""
+
+    def make_group(self, store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
+        return ProcessGroupGloo(store, rank, size, limit)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def load(self, array: Bytes) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def unload(self, tensor: torch.Tensor) -> Bytes:
+        return tensor.numpy()
+
+    def rest(self, work: Any) -> None:
+        work.wait(_SLICE)
+
+
+class GroupTransport:
+    """A group made by its members only.
 
     Args:
         global_ranks: the members, in the order that places are numbered; all of them construct it at the same point.
         global_rank: this process.
         timeout_s: limit for making the group, and for the consumer's wait in each exchange.
+        lane: of which backend it is, and where buffers are; default: Gloo, on the host.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or a member did not come.
     """
 
-    def __init__(self, global_ranks: tuple[int, ...], global_rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, global_ranks: tuple[int, ...], global_rank: int, timeout_s: float, lane: Lane | None = None
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group before building the loader"
@@ -64,30 +113,38 @@ class GlooTransport:
         self.timeout_s = timeout_s
         self.clock = ConsumerClock()
         self.exchanges = 0
+        self._lane = lane or HostLane()
         self._interrupted = False
         self._pending: Any = None
-        self._store = _rendezvous(global_ranks, self.rank, timeout_s)
+        self._store = meet(global_ranks, self.rank, timeout_s)
         limit = datetime.timedelta(seconds=timeout_s)
-        self._group: Any = ProcessGroupGloo(self._store, self.rank, self.size, limit)
+        self._group: Any = self._lane.make_group(self._store, self.rank, self.size, limit)
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
-        out = torch.empty((self.size, len(local)), dtype=torch.uint8)
-        options = _patient(AllgatherOptions())
-        self._wait(where, lambda: self._group.allgather([list(out.unbind(0))], [_tensor(local)], options))
-        return out.numpy()
+        with self._lane.entered():
+            out, mine = self._lane.empty(self.size * len(local)).view(self.size, len(local)), self._lane.load(local)
+            options = _patient(AllgatherOptions())
+            self._wait(where, lambda: self._group.allgather([list(out.unbind(0))], [mine], options))
+            return self._lane.unload(out)
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
         options = _patient(BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        self._wait(where, lambda: self._group.broadcast([_tensor(buffer)], options))
+        with self._lane.entered():
+            tensor = self._lane.load(buffer)
+            self._wait(where, lambda: self._group.broadcast([tensor], options))
+            got = self._lane.unload(tensor)
+        if self.rank != root and got.ctypes.data != buffer.ctypes.data:
+            np.copyto(buffer, got)
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
-        out = torch.empty(int(sum(receive_sizes)), dtype=torch.uint8)
         incoming, outgoing = [int(size) for size in receive_sizes], [int(size) for size in send_sizes]
         options = _patient(AllToAllOptions())
-        self._wait(where, lambda: self._group.alltoall_base(out, _tensor(send), incoming, outgoing, options))
-        return out.numpy()
+        with self._lane.entered():
+            out, given = self._lane.empty(sum(incoming)), self._lane.load(send)
+            self._wait(where, lambda: self._group.alltoall_base(out, given, incoming, outgoing, options))
+            return self._lane.unload(out)
 
     def mark(self, name: str) -> None:
         """Nobody waits for marks here."""
@@ -115,7 +172,7 @@ class GlooTransport:
                 self._check(where, start)
                 # It may complete between a slice that passed and here: what it has to say is asked for below.
                 with contextlib.suppress(RuntimeError):
-                    work.wait(_SLICE)
+                    self._lane.rest(work)
             work.wait()
             self._pending = None
         except (RuntimeError, ValueError) as error:
@@ -164,72 +221,6 @@ class GlooTransport:
         return missing[0] if missing else None
 
 
-def _rendezvous(global_ranks: tuple[int, ...], place: int, timeout_s: float) -> Any:
-    """A store that only this group uses, whatever earlier attempts of the same ranks left behind, or earlier processes:
-    torchrun keeps its store when it restarts a job.
-
-    Each member brings a token of its own, and the first one answers each token with the name of the group until every
-    member has come. So neither a token nor an answer of the past is taken for one of now.
-    """
-    store = c10d._get_default_store()
-    members = (
-        "-".join(map(str, global_ranks))
-        if len(global_ranks) <= 16
-        else uuid.uuid5(uuid.NAMESPACE_OID, str(global_ranks)).hex
-    )
-    with _made_lock:
-        number = _made.get(members, 0)
-    base = f"hp_nodes/{members}/{number}/"
-    try:
-        name = (
-            _name_to_all(store, base, len(global_ranks), timeout_s)
-            if place == 0
-            else _name_from_first(store, base, place, timeout_s)
-        )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"not all of ranks {global_ranks} came to make their group within {timeout_s} s: {error}"
-        ) from error
-    with _made_lock:
-        _made[members] = number + 1
-    return PrefixStore(f"hp_nodes/{name}", store)
-
-
-def _name_to_all(store: Any, base: str, size: int, timeout_s: float) -> str:
-    """The first member: names the group and tells every other, again where another token stands meanwhile."""
-    name = uuid.uuid4().hex
-    answered: dict[int, str] = dict.fromkeys(range(1, size), "")
-    deadline = time.monotonic() + timeout_s
-    while answered:
-        for place, token in list(answered.items()):
-            if token and store.check([f"{base}{token}/came"]):
-                del answered[place]
-                for key in (f"{base}{token}/came", f"{base}{token}/name", f"{base}{place}"):
-                    store.delete_key(key)
-            elif store.check([f"{base}{place}"]):
-                found = store.get(f"{base}{place}").decode()
-                if found != token:
-                    store.set(f"{base}{found}/name", name)
-                    answered[place] = found
-        if answered and time.monotonic() > deadline:
-            raise RuntimeError(f"places {sorted(answered)} of {size} are missing")
-        time.sleep(_RENDEZVOUS_POLL_S if answered else 0)
-    return name
-
-
-def _name_from_first(store: Any, base: str, place: int, timeout_s: float) -> str:
-    token = uuid.uuid4().hex
-    store.set(f"{base}{place}", token)
-    try:
-        store.wait([f"{base}{token}/name"], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError:
-        store.delete_key(f"{base}{place}")
-        raise
-    name: str = store.get(f"{base}{token}/name").decode()
-    store.set(f"{base}{token}/came", "")
-    return name
-
-
 def _patient(options: Any) -> Any:
     options.timeout = _NEVER
     return options
@@ -239,7 +230,3 @@ def _agreed(message: str, rank: int | None = None) -> DataPlaneError:
     error = DataPlaneError(message, rank=rank)
     error.agreed = True
     return error
-
-
-def _tensor(array: NDArray[np.uint8]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))

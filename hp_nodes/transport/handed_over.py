@@ -66,6 +66,10 @@ class HandedOverTransport:
     def exchanges(self) -> int:
         return self._inner.exchanges
 
+    @exchanges.setter
+    def exchanges(self, value: int) -> None:
+        self._inner.exchanges = value
+
     # ---- the background thread's side; any other thread's exchanges run at once
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:

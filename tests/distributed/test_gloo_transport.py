@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hp_nodes import DataPlaneError
 from hp_nodes.transport import DataTopology, create_transport
-from hp_nodes.transport.distributed import GlooTransport
+from hp_nodes.transport.distributed import GroupTransport
 from tests.distributed.ranks import RankPool
 from tests.transport.test_transport import bytes_of, exchange_everything
 
@@ -41,7 +41,7 @@ def test_exchanges_of_four(four_ranks: RankPool) -> None:
 
 def _places_not_by_rank() -> int:
     me = dist.get_rank()
-    transport = GlooTransport((2, 0, 3, 1), me, 10)
+    transport = GroupTransport((2, 0, 3, 1), me, 10)
     assert transport.rank == (2, 0, 3, 1).index(me)
     exchange_everything(transport)
     transport.close()

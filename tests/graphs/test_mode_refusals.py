@@ -100,7 +100,7 @@ LATER: dict[str, tuple[dict[str, Any], str]] = {
     "skip": ({"config": {"on_error": "skip"}}, "the source reads by itself; accepted: 'raise'"),
     "nccl": (
         {"config": {"communication_backend": "nccl"}},
-        "communication_backend 'nccl' .*accepted so far: 'auto', 'gloo'",
+        "communication_backend: backend 'nccl' needs a CUDA device, and there is none here; accepted here: 'gloo'",
     ),
     "hccl": ({"config": {"communication_backend": "hccl"}}, "needs a NPU device, and there is none here; accepted"),
     "device": ({"device": "cuda:0"}, "device 'cuda:0'.*finds no device here; accepted here: 'cpu'"),
