@@ -112,7 +112,7 @@ class LoaderStats:
         if stood > _IRREGULAR * self.elapsed:
             return "on the whole it is fast enough, but windows differ; a larger host_prefetch_depth evens that out"
         if slowest.exchanging > slowest.busy:
-            if slowest.kind == "ModelParallelBroadcaster":
+            if slowest.kind == "ModelParallelBroadcaster" and slowest is self.nodes[0]:
                 return "it waits for the constructor's micro-batch; look at the constructor's statistics"
             return "it waits for other ranks; look at the statistics of each rank for the one that is busy"
         advice = _ADVICE.get(slowest.kind, "make it cheaper")

@@ -102,6 +102,19 @@ def test_waiting_for_another_rank_is_exchanging() -> None:
     assert "MetadataDeriver" in late.bottleneck
 
 
+def test_a_model_peer_points_to_its_constructor() -> None:
+    def body(mesh: Any) -> LoaderStats:
+        with scene(pack_fn=slow_pack).loader(mesh) as loader:
+            for _ in loader:
+                pass
+            return loader.stats()
+
+    constructor, peer = run_ranks({"dp": 1, "tp": 2}, body)
+    assert "Packer" in constructor.bottleneck
+    assert "look at the constructor's statistics" in peer.bottleneck
+    assert peer.micro_batches == constructor.micro_batches
+
+
 @pytest.mark.parametrize("below", ["WindowSampler", "Planner", "Collator", "ModelParallelBroadcaster"])
 def test_a_node_of_another_library_is_timed_where_it_stands(below: str) -> None:
     """Its own time is told from that of the nodes below it, anywhere in the graph."""
