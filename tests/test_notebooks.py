@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NEEDED = {"02": ["matplotlib"], "04": ["pyarrow"]}
 LARGEST_KIB = 120
+FOREVER = "def forever(mesh):\n    while True:\n        pass"
 
 
 def outputs_of(notebook: Any) -> list[Any]:
@@ -55,3 +56,29 @@ def test_outputs_are_kept_and_small(path: Path) -> None:
 
 def test_there_are_notebooks() -> None:
     assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+
+
+def test_the_stop_button_ends_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a notebook server does when it is pressed, to a kernel whose ranks compute without an end."""
+    from jupyter_client.manager import start_new_kernel
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
+    try:
+        client.execute_interactive(f"from hp_nodes.transport import run_ranks\n{FOREVER}", timeout=60)
+        endless = client.execute("print('running', flush=True)\nrun_ranks({'dp': 4}, forever)")
+        while client.get_iopub_msg(timeout=30)["content"].get("text", "").strip() != "running":
+            pass
+        manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=15)
+        while reply["parent_header"].get("msg_id") != endless:
+            reply = client.get_shell_msg(timeout=15)
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        left = client.execute_interactive(
+            "import threading\nassert not [t for t in threading.enumerate() if t.name.startswith('rank ')]", timeout=30
+        )
+        assert left["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -254,9 +254,9 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.size)
     ]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for end in ended:
             end.wait()
         for thread in threads:
