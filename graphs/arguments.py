@@ -233,8 +233,8 @@ def _device_problems(topology: DataTopology, config: DistributedDatasetConfig, g
             return []
     except (RuntimeError, TypeError) as error:
         return [f"device is {device!r} ({str(error).splitlines()[0]}); accepted: a torch device"]
-    if len(topology.model_parallel_ranks) > 1:  # TODO(device-broadcast)
-        return [f"device {device!r} with model-parallel ranks comes later; accepted so far: 'cpu'"]
+    if len(topology.model_parallel_ranks) > 1 and topology.world is not None:
+        return [f"device {device!r} with virtual model-parallel ranks, which have no device's backend; accepted: 'cpu'"]
     try:
         open_accelerator(device)
     except (ValueError, ImportError, RuntimeError) as error:

@@ -31,6 +31,7 @@ from hp_nodes.transport import DataTopology, Transport, create_transport
 from hp_nodes.transport.agreement import gather_texts
 from hp_nodes.transport.balance_group import create_balance_group
 from hp_nodes.transport.device import DEVICE_OF
+from hp_nodes.transport.device_tensors import create_tensor_transport
 from hp_nodes.transport.topology import Mesh
 from hp_nodes.types import MicroBatch
 
@@ -77,7 +78,7 @@ def build_distributed_dataloader(
         dataloader_kwargs: those of torch's DataLoader that only change how records are read.
         pack_fn, split_fn: ``(samples, seq_len) → packed`` and record → sequences; both or neither.
         collate_fn: the bins of a round → what the loop gets. Whole records are handed to it untouched.
-        device: None or the CPU; a CUDA or NPU device turns staging to it on (data-parallel meshes so far).
+        device: None or the CPU; a CUDA or NPU device turns staging to it on.
         model_batch_spec: what a micro-batch looks like, see :class:`hp_nodes.ModelParallelBroadcaster`; None:
             ``collate_fn.model_batch_spec``, else that of the built-in text, else it is sent to model peers.
         batch_sampler: on every rank; only constructors advance it.
@@ -152,6 +153,7 @@ def _prepared(
         spec = batch_spec(config, given)
         shared = {
             "mode": "external" if is_external(given) else "native",
+            "type of device": _kind(_device(config, given["device"])),
             **{f"config.{name}": value for name, value in _plain_config(config).items()},
             "model_batch_spec": None if spec is None else str(BatchLayout(spec)),
             "fingerprint": to_text(given["fingerprint"]),
@@ -215,7 +217,7 @@ def _graph(
 
     assert parts is not None
     model = group("model_parallel")
-    tensors = group("model_parallel") if model.size > 1 else model
+    tensors = model if model.size == 1 else _tensor_group(topology, config, device, held)
     data = _data_group(topology, config, device, held)
     if isinstance(parts, ExternalParts):
         assert data is not None
@@ -235,27 +237,60 @@ def _device(config: DistributedDatasetConfig, device: Any) -> Any:
     return device or DEVICE_OF.get(config.communication_backend, "cpu")
 
 
+def _kind(device: Any) -> str:
+    return str(device).split(":")[0]
+
+
 def _data_group(
     topology: DataTopology, config: DistributedDatasetConfig, device: Any, held: list[Transport]
 ) -> Transport | None:
-    """The data-parallel group; None on a model peer. A device's backend that fails its test on one rank fails on all,
-    which hear of it over the first of ``held``, the group of all ranks.
-    """
+    """The data-parallel group; None on a model peer."""
     backend = "gloo" if config.communication_backend == "auto" else config.communication_backend
-    data, failure = None, b""
+
+    def make() -> Transport | None:
+        constructor = topology.is_constructor
+        settings: dict[str, Any] = {"timeout_s": config.timeout_s, "backend": backend, "device": device}
+        return create_transport(topology, **settings) if constructor else None
+
+    return _held(held, make()) if backend == "gloo" else _tested_on_all(held, make, "making the data-parallel group")
+
+
+def _tensor_group(
+    topology: DataTopology, config: DistributedDatasetConfig, device: Any, held: list[Transport]
+) -> Transport:
+    """The model-parallel group that carries tensors: over the backend of the device where they are."""
+    if _kind(device) == "cpu" or topology.world is not None:
+        made = _held(held, create_transport(topology, "model_parallel", timeout_s=config.timeout_s))
+    else:
+
+        def make() -> Transport:
+            ranks = topology.model_parallel_ranks
+            return create_tensor_transport(ranks, topology.global_rank, config.timeout_s, device=device)
+
+        made = _tested_on_all(held, make, "making the group of tensors")
+    assert made is not None
+    return made
+
+
+def _held(held: list[Transport], made: Transport | None) -> Transport | None:
+    if made is not None:
+        held.append(made)
+    return made
+
+
+def _tested_on_all(held: list[Transport], make: Callable[[], Transport | None], where: str) -> Transport | None:
+    """A group over a device's backend. Where that fails its test on one rank it fails on all, which hear of it over the
+    first of ``held``, the group of all ranks.
+    """
+    made, failure = None, b""
     try:
-        if topology.is_constructor:
-            data = create_transport(topology, timeout_s=config.timeout_s, backend=backend, device=device)
-            held.append(data)
+        made = _held(held, make())
     except RuntimeError as error:
-        if backend == "gloo":
-            raise
         failure = str(error).encode()
-    if backend != "gloo":
-        failures = [text.decode() for text in gather_texts(held[0], failure, "making the data-parallel group") if text]
-        if failures:
-            raise RuntimeError("; ".join(dict.fromkeys(failures)))
-    return data
+    failures = [text.decode() for text in gather_texts(held[0], failure, where) if text]
+    if failures:
+        raise RuntimeError("; ".join(dict.fromkeys(failures)))
+    return made
 
 
 # ---- the functions of each stage: the user's, the built-in text ones, or those of whole records
@@ -281,7 +316,7 @@ def _native_parts(dataset: Any, config: DistributedDatasetConfig, given: Mapping
         batch_spec=batch_spec(config, given),
         num_workers=workers,
         worker_options=options,
-        device=given["device"] or "cpu",
+        device=_device(config, given["device"]),
     )
 
 

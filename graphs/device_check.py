@@ -11,18 +11,21 @@ far: what it says of CUDA and NPU devices was written without one.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from graphs.device_assertions import ASSERTIONS, OpenDevice
 from graphs.device_benchmark import Figure, Sizes, figures
 from graphs.slowed_device import SlowedDevice
 from graphs.stand_in_device import StandInDevice
+from hp_nodes.transport.device import DEVICE_OF, create_device_transport
+from hp_nodes.transport.device_tensors import create_tensor_transport
 
 _ON_THE_STAND_IN = Sizes(batch_nbytes=1 << 20, steps=20, step_s=0.02, many=500)
 
@@ -62,7 +65,7 @@ def _all_figures(device: str, open_device: OpenDevice) -> Iterator[Figure]:
             yield Figure(name, "holds", "holds", True)
         except Exception as error:  # one that breaks must not hide what the others say
             yield Figure(name, f"{type(error).__name__}: {error}", "holds", False)
-    yield _transport(device)
+    yield from _transport(device)
     try:
         if device == "cpu":
             yield from figures(open_device(), _ON_THE_STAND_IN, real=False)
@@ -72,12 +75,23 @@ def _all_figures(device: str, open_device: OpenDevice) -> Iterator[Figure]:
         yield Figure("the benchmark", f"{type(error).__name__}: {error}", "a figure", False)
 
 
-def _transport(device: str) -> Figure:
-    """TODO(device-backends): its self-test, once there is one."""
-    what = f"transport over {'hccl' if device == 'npu' else 'nccl'}, on one device"
-    if importlib.util.find_spec("hp_nodes.transport.device") is None:
-        return Figure(what, "not built")
-    return Figure(what, "not tried")
+def _transport(device: str) -> Iterator[Figure]:
+    """The self-tests of a group of one rank, which is what one device can be asked for."""
+    backend = {kind: name for name, kind in DEVICE_OF.items()}[device]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        for what, create in (
+            ("data", partial(create_device_transport, backend=backend)),
+            ("tensors", create_tensor_transport),
+        ):
+            name = f"transport of {what} over {backend}, on one device"
+            try:
+                create((0,), 0, 30.0, device=device).close()
+                yield Figure(name, "holds", "holds", True)
+            except Exception as error:
+                yield Figure(name, f"{type(error).__name__}: {error}", "holds", False)
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ def test_what_cannot_be_left_on_the_host_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("devices")
-def test_model_parallel_ranks_are_refused_so_far() -> None:
-    with pytest.raises(ValueError, match="model-parallel ranks comes later"):
+def test_devices_of_different_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="type of device"):
+        run_ranks({"dp": 2}, lambda mesh: build(mesh, "cuda" if mesh.get_rank() else None))
+
+
+@pytest.mark.usefixtures("devices")
+def test_virtual_model_parallel_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="virtual model-parallel ranks, which have no device's backend"):
         run_ranks({"dp": 1, "tp": 2}, lambda mesh: build(mesh, "cuda"))

@@ -15,7 +15,15 @@ def test_every_assertion_and_figure_is_in_the_table(capsys: pytest.CaptureFixtur
     assert device_check.main(["--device", "cpu"]) == 0
     table = capsys.readouterr().out
     assert all(f"{name} " in table for name in ASSERTIONS)
-    for figure in ("waits for data", "plain DataLoader", "bare pinned copy", "host synchronisations", "pinned memory"):
+    for figure in (
+        "transport of data",
+        "transport of tensors",
+        "waits for data",
+        "plain DataLoader",
+        "bare pinned copy",
+        "host synchronisations",
+        "pinned memory",
+    ):
         assert figure in table
     assert "0 of these are not as promised" in table
 
