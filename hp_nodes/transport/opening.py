@@ -44,6 +44,8 @@ class Status(IntEnum):
 
 
 _FIELDS = ("status", "epoch", "step", "first_round", "num_rounds", "ends", "count", "first_position")
+HEAD_NBYTES = 8 * len(_FIELDS)
+"""What a rank says of its window besides its samples."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_nodes.transport.codec import Codec, CodecError, Frame
+from hp_nodes.transport.codec_pause import collector_paused
 from hp_nodes.transport.protocol import Bytes, Transport
 from hp_nodes.types import SampleKey
 
@@ -158,11 +159,12 @@ class Payload:
     def _opened(self, received: Bytes, arrivals: list[int], frame_sizes: list[int]) -> list[tuple[SampleKey, Any]]:
         found: list[tuple[SampleKey, Any]] = []
         begin = 0
-        for place, (count, frame_nbytes) in enumerate(zip(arrivals, frame_sizes, strict=True)):
-            size = _parcel_nbytes(count, frame_nbytes)
-            if count:
-                found.extend(self._read(received[begin : begin + size], count, frame_nbytes, place))
-            begin += size
+        with collector_paused():  # keys and pairs are as many objects as the samples
+            for place, (count, frame_nbytes) in enumerate(zip(arrivals, frame_sizes, strict=True)):
+                size = _parcel_nbytes(count, frame_nbytes)
+                if count:
+                    found.extend(self._read(received[begin : begin + size], count, frame_nbytes, place))
+                begin += size
         return found
 
     def _read(self, parcel: Bytes, count: int, frame_nbytes: int, place: int) -> Iterator[tuple[SampleKey, Any]]:
