@@ -35,6 +35,7 @@ notebooks: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(PY) -m pytest -q -m slow --timeout 3600
+	$(PY) -m tests.soak_data_plane
 
 # Where Python comes without its bundled pip (Debian's python3), the pip beside it fills the environment.
 $(INSTALLED): pyproject.toml constraints.txt

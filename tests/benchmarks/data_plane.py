@@ -114,7 +114,8 @@ def _measure_exchange(nbytes: int, total: int, repeats: int) -> dict[str, list[f
             before = time.process_time()
             took[name] = seconds_of(call)
             took[f"cpu of {name}"] = time.process_time() - before
-        took["objects"] = seconds_of(objects) if number % 3 == 0 else float("nan")
+        # Twice: of many small samples it takes a hundred times as long as anything else here.
+        took["objects"] = seconds_of(objects) if number in (1, repeats) else float("nan")
         if number:  # the first warms up
             for name, seconds in took.items():
                 found[name].append(seconds)
