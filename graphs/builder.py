@@ -250,7 +250,7 @@ def _data_group(
     def make() -> Transport | None:
         constructor = topology.is_constructor
         settings: dict[str, Any] = {"timeout_s": config.timeout_s, "backend": backend, "device": device}
-        return create_transport(topology, **settings) if constructor else None
+        return create_transport(topology, "data_parallel", **settings) if constructor else None
 
     return _held(held, make()) if backend == "gloo" else _tested_on_all(held, make, "making the data-parallel group")
 
