@@ -2,6 +2,7 @@
 
 Figures of one device: how long it waits for data, how fast copies are, how often the host waits, how much pinned memory
 is held. Takes a :class:`graphs.device_assertions.DeviceUnderTest` that nothing slows. Needs torch, numpy and torchdata.
+Run on the stand-in only so far, where times say nothing.
 """
 
 from __future__ import annotations

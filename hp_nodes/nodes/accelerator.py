@@ -2,7 +2,8 @@
 
 One code path for CUDA and Ascend NPU: events over ``torch.Event``; streams through the device's own module, since
 ``torch.Stream`` can be entered only in later releases of torch than the oldest supported one.
-The stand-in of the tests implements the same few methods.
+The stand-in of the tests implements the same few methods. ``TorchAccelerator`` itself was never run so far, neither on
+CUDA nor on an NPU: ``python -m graphs.device_check`` does so.
 """
 
 from __future__ import annotations
