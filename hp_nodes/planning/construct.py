@@ -4,7 +4,12 @@ A micro-batch has a *need* (cost still missing to its level) and a *share* (toke
 micro-batches with the densest need per token of share, among those with room for the next sample and a need of at least
 its cost, and gives one sample to each: the largest sample to the densest need. A sample that would overshoot everywhere
 goes to the largest need, as in longest-processing-time scheduling (Graham 1969). Inside a micro-batch the fullest bin
-that still fits takes it. Waves are as small as a bounded number of them allows, so that the cost is O(N log N).
+that still fits takes it.
+
+Large samples decide how good a packing is: a wave that runs from long samples to much shorter ones passes by the
+micro-batches whose room is in between. So a wave of several samples has samples of about one size only, and but for
+that, is a part of the samples placed before it: few waves are small, their number grows with log N, and the cost is
+O(N log N).
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ from hp_nodes.planning.levels import Levels
 
 __all__ = ["construct"]
 
-WAVES = 80
-"""About how many waves there are; more are finer, and slower."""
-FEW_SAMPLES = 1024
-"""Up to this many samples half the waves are fine enough."""
+GROWTH = 24
+"""A wave may have 1/24 of the samples placed before it, whatever their size; more makes finer waves, and slower."""
+LEAST_WAVE = 8
+SIMILAR = 0.98
+"""A larger wave ends at samples of this part of its first one's tokens."""
 ALIKE = 0.9
 """A wave reaches down to this part of the densest need."""
 LEAST_SHARE = 50
@@ -53,18 +59,19 @@ class _Construction:
         if oversized.any():
             self._place_alone(order[oversized])
             order = order[~oversized]
-        waves = WAVES if len(order) > FEW_SAMPLES else WAVES // 2
-        wave = min(max(len(order) // waves, instance.units // 16, 1), instance.units)
+        descending = np.maximum.accumulate(-instance.tokens[order])
         place, waiting = 0, order[:0]
         while place < len(order) or len(waiting):
             remaining = len(order) - place + len(waiting)
             if remaining <= self.num_empty:
                 self._fill_empty(np.concatenate([waiting, order[place:]]))
                 break
-            chosen = self._neediest(int(waiting[0] if len(waiting) else order[place]), wave)
+            first = int(waiting[0] if len(waiting) else order[place])
+            similar = int(descending.searchsorted(-SIMILAR * instance.tokens[first], side="right"))
+            wave = min(max(place // GROWTH, min(LEAST_WAVE, instance.units // 16), 1), instance.units)
+            chosen = self._neediest(first, wave, similar - place + len(waiting))
             if not len(chosen):
-                first = waiting[:1] if len(waiting) else order[place : place + 1]
-                self.nowhere.append(first)
+                self.nowhere.append(np.array([first]))
                 waiting, place = (waiting[1:], place) if len(waiting) else (waiting, place + 1)
                 continue
             chosen = chosen[: remaining - self.num_empty]
@@ -80,8 +87,8 @@ class _Construction:
         nowhere = np.concatenate(self.nowhere) if self.nowhere else order[:0]
         return self.bins, nowhere[np.argsort(-instance.tokens[nowhere], kind="stable")]
 
-    def _neediest(self, sample: int, wave: int) -> NDArray[np.intp]:
-        """Micro-batches for a wave that starts with ``sample``, the densest need first."""
+    def _neediest(self, sample: int, wave: int, similar: int) -> NDArray[np.intp]:
+        """Micro-batches for a wave that starts with ``sample``, one of ``similar`` ones, the densest need first."""
         fits = self.most_room >= self.instance.tokens[sample]
         enough = fits & (self.need >= self.instance.costs[sample])
         units = enough.nonzero()[0]
@@ -91,7 +98,7 @@ class _Construction:
         sparse = self.need[units] / -np.maximum(self.share[units], self.least_share)
         order = sparse.argsort(kind="stable")
         alike = int(sparse[order].searchsorted(ALIKE * sparse[order[0]], side="right"))
-        return np.asarray(units[order[: max(alike, wave)]])
+        return np.asarray(units[order[: max(min(alike, similar), wave)]])
 
     def _place(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> NDArray[np.intp]:
         """One sample to each unit; returns those that must wait."""
