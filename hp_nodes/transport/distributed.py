@@ -35,6 +35,8 @@ __all__ = ["GroupTransport", "HostLane", "Lane"]
 _SLICE = datetime.timedelta(milliseconds=50)
 _NEVER = datetime.timedelta(days=7)
 _ROLL_CALL_S = 1.0
+_LEAVING_S = 1.0
+_abandoned: list[tuple[Any, Any]] = []
 
 
 class Lane(Protocol):
@@ -113,6 +115,7 @@ class GroupTransport:
         self.timeout_s = timeout_s
         self.clock = ConsumerClock()
         self.exchanges = 0
+        _forget_abandoned()
         self._lane = lane or HostLane()
         self._interrupted = False
         self._pending: Any = None
@@ -156,10 +159,21 @@ class GroupTransport:
         """Leave the group. An exchange that is still pending is abandoned."""
         self._interrupted = True
         group, self._group = self._group, None
-        if group is not None and self._pending is not None:
+        if group is not None and not self._settled():
             # Gloo's destructor waits for what is pending (abort does not end it), which would keep the process from
-            # ending: this group is never destroyed. Its sockets close with the process.
+            # ending: this group is not destroyed before that is over, and at the end of the process not at all.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _abandoned.append((group, self._pending))
+        self._pending = None
+
+    def _settled(self) -> bool:
+        """Whether nothing is pending. Where all ranks leave, one of them has nothing pending, and its connections close
+        a moment later, which ends what is pending on the others.
+        """
+        pending, deadline = self._pending, time.monotonic() + _LEAVING_S
+        while pending is not None and not pending.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return pending is None or bool(pending.is_completed())
 
     def _wait(self, where: str, issue: Callable[[], Any]) -> None:
         self.exchanges += 1
@@ -177,6 +191,7 @@ class GroupTransport:
             self._pending = None
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DataPlaneError):
+                work = None  # the traceback keeps this frame, and the exchange would keep the group's connections
                 raise
             # Nothing can follow. Ranks that do not wait for the one that was lost hear of it from our connections:
             # they close with the group and its last exchange.
@@ -219,6 +234,14 @@ class GroupTransport:
         asking.start()
         asking.join(3 * _ROLL_CALL_S)
         return missing[0] if missing else None
+
+
+def _forget_abandoned() -> None:
+    """Destroy groups that were left with an exchange pending which has ended since."""
+    for group, pending in list(_abandoned):
+        if pending.is_completed():
+            _abandoned.remove((group, pending))
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 def _patient(options: Any) -> Any:

@@ -161,10 +161,11 @@ def test_a_rank_that_comes_back_too_late_gets_an_error_too(tmp_path: Path) -> No
 
 def _evaluate_for_long(alone: bool) -> int:
     """Longer than the limit, on all ranks or on one for which the others wait in a collective of the trainer."""
-    with build(mesh(), timeout_s=LIMIT_S, host_prefetch_depth=2) as loader:
+    limit_s = 2 * LIMIT_S  # planning takes a second where many processes share a core
+    with build(mesh(), timeout_s=limit_s, host_prefetch_depth=2) as loader:
         for count, _ in enumerate(loader):
-            if count in (0, 3) and (dist.get_rank() == 1 or not alone):
-                time.sleep(2 * LIMIT_S)
+            if count == 1 and (dist.get_rank() == 1 or not alone):
+                time.sleep(1.5 * limit_s)
             dist.barrier()
         return count + 1
 
@@ -250,6 +251,10 @@ def _signalled(number: int, everyone: bool) -> tuple[str, float, list[str]]:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     del loader
+    assert left_since(before, "open files") == []
+    with build(mesh()) as loader:  # the default group is as good as before; what was left in a hurry is given back now
+        assert len(list(loader)) == 12
+    del loader
     return ended, seconds, left_since(before)
 
 
@@ -262,7 +267,6 @@ def test_a_signal_to_the_program_leaves_nothing(two_ranks: RankPool, number: int
     assert [ended for ended, _, _ in results] == [name, name if everyone else "DataPlaneError"]
     assert max(seconds for _, seconds, _ in results) < 12
     assert [left for _, _, left in results] == [[], []]
-    assert two_ranks.run(_whole_epoch) == [[], []]  # and the default group is as good as before
 
 
 def _whole_epoch() -> list[str]:
