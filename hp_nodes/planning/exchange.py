@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,10 @@ IDLE = 3
 """Sweeps without an exchange before the search ends; partners differ from sweep to sweep."""
 MOST_PARTNERS = 128
 FEW_UNITS = 16
-CHUNK = 1 << 18
-"""Exchanges weighed at once; bounds the memory."""
+CHUNK = 1 << 16
+"""Exchanges weighed at once; bounds the memory, and fits the cache."""
+PLAIN = 1 << 21
+"""Sums of tokens in bins up to this long are exact in float32, oversized samples apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,7 @@ class ExchangeSets:
         self.at_most = min(fullest, (4 if all_sets else 6) if thorough else 8)
         self.member = _sets(self.at_most, (self.at_most if all_sets else 2) if thorough else 1)
         self.num, self.width = self.member.shape
+        self.sizes = (self.member < self.at_most).sum(axis=1)
 
     def of(self, bins: NDArray[np.intp]) -> NDArray[np.intp]:
         """[*bins.shape, at_most + 1] samples; n is "no sample"."""
@@ -240,30 +244,86 @@ def _best(
     gives, takes = sets.of(giving), sets.of(taking)
     high = np.broadcast_to(excess[giving // instance.slots], taking.shape)
     low = excess[taking // instance.slots]
-    gap = (high - low)[:, :, None, None]
+    gap = high - low
+    value: Any
+    if instance.padding is None and not instance.limits.size and instance.capacity < PLAIN:
+        value = _plain(packing, sets, gap, gives, takes, giving, taking)
+    else:
+        value = _priced(packing, sets, gap, gives, takes, giving, taking)
+    value[gap <= 0] = NEVER
+    flat = value.reshape(*taking.shape, -1)
+    best = flat.argmin(axis=2)
+    least = np.take_along_axis(flat, best[:, :, None], axis=2)[:, :, 0] - gap
+    rows = np.arange(len(taking))
+    partner = least.argmin(axis=1)
+    give, take = np.divmod(best[rows, partner], sets.num)
+    given = gives[rows, partner % gives.shape[1]]
+    give = np.take_along_axis(given, sets.member[give], axis=1)
+    take = np.take_along_axis(takes[rows, partner], sets.member[take], axis=1)
+    gain = least[rows, partner]
+    if gain.dtype != np.int64:
+        cost = packing.costs[give].sum(axis=1) - packing.costs[take].sum(axis=1)
+        worth = gap[rows, partner]
+        gain = np.where(gain < 0, np.abs(2 * cost - worth) - worth, NEVER)
+    return gain, partner, give, take
+
+
+def _plain(
+    packing: Packing,
+    sets: ExchangeSets,
+    gap: NDArray[np.int64],
+    gives: NDArray[np.intp],
+    takes: NDArray[np.intp],
+    giving: NDArray[np.intp],
+    taking: NDArray[np.intp],
+) -> NDArray[np.float32]:
+    """[m, K, sets, sets]: ``|2 * cost moved - gap|``, infinite where forbidden.
+
+    Rounded to float32, in a few passes over arrays that stay in the cache: several times faster than int64. It only
+    chooses; what is chosen is weighed again in ints, and of tokens none is rounded.
+    """
+    room, other = packing.room(taking), packing.room(giving)
+    gives_size, takes_size, whole = sets.size(gives), sets.size(takes), sets.sizes
+    given = (2 * sets.total(packing.costs, gives) - gap[:, :, None]).astype(np.float32)
+    taken = (2 * sets.total(packing.costs, takes)).astype(np.float32)
+    # A set with "no sample" in it is a smaller set once more.
+    given[np.broadcast_to(gives_size < whole, given.shape)] = np.inf
+    taken[takes_size < whole] = -np.inf
+    value = np.subtract(given[..., :, None], taken[..., None, :])
+    np.abs(value, out=value)
+    # -other <= tokens moved <= room, as one comparison.
+    longer = (2 * sets.total(packing.tokens, gives) - (room - other)[:, :, None]).astype(np.float32)
+    shorter = (2 * sets.total(packing.tokens, takes)).astype(np.float32)
+    shift = np.subtract(longer[..., :, None], shorter[..., None, :])
+    np.abs(shift, out=shift)
+    np.copyto(value, np.float32(np.inf), where=shift > (room + other)[:, :, None, None].astype(np.float32))
+    # A bin must not be emptied: taking all out and giving none back is no exchange.
+    value[..., 0][np.broadcast_to(gives_size == packing.count[giving][..., None], given.shape)] = np.inf
+    value[..., 0, :][takes_size == packing.count[taking][..., None]] = np.inf
+    return value
+
+
+def _priced(
+    packing: Packing,
+    sets: ExchangeSets,
+    gap: NDArray[np.int64],
+    gives: NDArray[np.intp],
+    takes: NDArray[np.intp],
+    giving: NDArray[np.intp],
+    taking: NDArray[np.intp],
+) -> NDArray[np.int64]:
+    """The same in ints, with budgets and the price of padding."""
+    instance = packing.instance
     costs = moved(sets, packing.costs, gives, takes)
     if instance.padding is None:
-        value = np.abs(2 * costs - gap)
-        value -= gap
+        value = np.abs(2 * costs - gap[:, :, None, None])
     else:
         tokens = moved(sets, packing.tokens, gives, takes)
         giver = _padding_change(instance, packing.room(giving)[:, :, None, None], tokens) - costs
         taker = _padding_change(instance, packing.room(taking)[:, :, None, None], -tokens) + costs
-        value = 2 * np.maximum(giver, taker - gap)
+        value = 2 * np.maximum(giver, taker - gap[:, :, None, None]) + gap[:, :, None, None]
     forbid(packing, sets, value, gives, takes, giving, taking)
-    value[high <= low] = NEVER
-    rows = np.arange(len(taking))
-    flat = value.reshape(len(taking), -1)
-    best = flat.argmin(axis=1)
-    partner, rest = np.divmod(best, sets.num * sets.num)
-    give, take = np.divmod(rest, sets.num)
-    given = gives[rows, partner % gives.shape[1]]
-    return (
-        flat[rows, best],
-        partner,
-        np.take_along_axis(given, sets.member[give], axis=1),
-        np.take_along_axis(takes[rows, partner], sets.member[take], axis=1),
-    )
+    return np.asarray(value)
 
 
 def moved(
