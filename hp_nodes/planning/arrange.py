@@ -238,11 +238,14 @@ def _exchanged(held: NDArray[np.float64], seat: NDArray[np.int64]) -> NDArray[np
     """Two rows swap columns while that keeps more bytes, the best swap of each group at a time."""
     groups, width = seat.shape
     group = np.arange(groups)
+    # crossed[g, i, j]: what row i keeps in the column of row j.
+    crossed = np.take_along_axis(held, np.broadcast_to(seat[:, None, :], held.shape), axis=2)
     for _ in range(EXCHANGES // width):
-        # crossed[g, i, j]: what row i keeps in the column of row j.
-        crossed = np.take_along_axis(held, np.broadcast_to(seat[:, None, :], held.shape), axis=2)
         own = np.einsum("gii->gi", crossed)
-        gain = (crossed + crossed.transpose(0, 2, 1) - own[:, :, None] - own[:, None, :]).reshape(groups, -1)
+        gain = crossed + crossed.transpose(0, 2, 1)
+        gain -= own[:, :, None]
+        gain -= own[:, None, :]
+        gain = gain.reshape(groups, -1)
         best = gain.argmax(axis=1)
         better = gain[group, best] > 0
         if not better.any():
@@ -250,4 +253,5 @@ def _exchanged(held: NDArray[np.float64], seat: NDArray[np.int64]) -> NDArray[np
         one, other = np.divmod(best[better], width)
         rows = group[better]
         seat[rows, one], seat[rows, other] = seat[rows, other], seat[rows, one]
+        crossed[rows, :, one], crossed[rows, :, other] = crossed[rows, :, other], crossed[rows, :, one]
     return seat
