@@ -214,11 +214,12 @@ class GroupTransport:
             )
 
     def _roll_call(self) -> list[int] | None:
-        """Who does not wait in this exchange; None when the store that would know does not answer.
+        """Who waits for nobody; None when the store that would know does not answer.
 
-        Ranks whose limit passes at about the same time find each other here.
+        Ranks whose limit passes at about the same time find each other here, in whichever exchange they wait: a
+        broadcast may be over on one rank while it keeps another waiting.
         """
-        store, mine, key = self._store, self.rank, f"waiting/{self.exchanges}/"
+        store, mine, key = self._store, self.rank, "waiting/"
         missing: list[list[int]] = []
 
         def ask() -> None:
