@@ -58,7 +58,7 @@ def plan_packing(
             raise ValueError(explain_infeasible(problem))
         found = arranged(instance, packed, objective)
     reference = instance.reference
-    usable = reference is not None and len(np.unique(reference)) == instance.num_bins
+    usable = reference is not None and bool(np.bincount(reference, minlength=instance.num_bins).all())
     before = None if reference is None else judge(reference)
     gain = None if before is None else relative_gain(before, judge(found))
     accepted = gain is None or gain > gate or not usable
