@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphs.saved_state import read_checkpoint
-from hp_nodes.transport import DataTopology, create_transport, distributed, run_ranks
+from hp_nodes.transport import DataTopology, create_transport, rendezvous, run_ranks
 from tests.distributed.ranks import RankPool
 from tests.distributed.training import GLOBAL_BATCH, SIZE, train
 from tests.graphs.ranks import Ranks
@@ -115,10 +115,10 @@ def test_state_of_a_ranks_own_has_a_leaf_each_and_can_be_dealt_anew(two_ranks: R
 def _as_a_new_process() -> list[list[int]]:
     """Groups made where processes of the past made the same ones, one of which died while it did."""
     topology = DataTopology.from_mesh(mesh_of(dp=2))
-    store = distributed.c10d._get_default_store()
+    store = rendezvous.c10d._get_default_store()
     found = []
     for left_behind in (False, True, True):
-        distributed._made.clear()  # a process that torchrun started anew counts from the beginning
+        rendezvous._made.clear()  # a process that torchrun started anew counts from the beginning
         if left_behind and topology.data_rank == 0:
             store.set("hp_nodes/0-1/0/1", "a token of a process that is gone")
         torch.distributed.barrier()
