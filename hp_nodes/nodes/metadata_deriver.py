@@ -70,6 +70,11 @@ class MetadataDeriver(Stage[Window]):
             raise ValueError("the window has no samples; a SampleReader below the MetadataDeriver fills them")
         assert self.metadata_fn is not None
         found = []
+        if len(window.samples) != len(window.keys):
+            raise ValueError(
+                f"the window has {len(window.samples)} samples for {len(window.keys)} keys; a node that changes one "
+                "changes both (Window.take does)"
+            )
         for key, sample in zip(window.keys, window.samples, strict=True):
             place.at(key)
             described = self.metadata_fn(sample)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import failing_at
@@ -66,6 +67,7 @@ class Packer(Stage[Window]):
                     f"{len(window.samples)} samples are left for {num_bins} bins and {len(empty)} bins have none: at "
                     f"least {len(empty)} more samples are needed on this rank"
                 )
+            self._check_capacity(window, counts)
             order = np.argsort(window.bins, kind="stable").tolist()
             packed, end = [], 0
             for count in counts.tolist():
@@ -76,6 +78,20 @@ class Packer(Stage[Window]):
         size = self.local_batch_size
         rounds = tuple(tuple(packed[first : first + size]) for first in range(0, num_bins, size))
         return self.give(replace(window, packed=rounds))
+
+    def _check_capacity(self, window: Window, counts: NDArray[np.intp]) -> None:
+        """A node behind the plan may have put too much into a bin; a single sample was allowed to be longer."""
+        if window.tokens is None or window.bins is None or len(window.tokens) != len(window.bins):
+            return
+        used = np.bincount(window.bins, weights=window.tokens, minlength=len(counts))
+        full = np.flatnonzero((used > self.seq_len) & (counts > 1))
+        if len(full):
+            first = int(full[0])
+            inside = np.flatnonzero(window.bins == first).tolist()
+            raise ValueError(
+                f"bin {first} of this rank got {int(used[first])} tokens, seq_len is {self.seq_len}: samples at "
+                f"positions {[window.keys[place].position for place in inside]}; a node behind the plan keeps each bin within it"
+            )
 
     def _pack(self, samples: list[Any]) -> Any:
         return tuple(samples) if self.pack_fn is None else self.pack_fn(samples, self.seq_len)

@@ -48,6 +48,11 @@ class Splitter(Stage[Window]):
         with failing_at(self.name, epoch=window.epoch, step=window.step) as place:
             if records is None or reference is None:
                 raise ValueError("the window has no samples; a SampleReader below the Splitter fills them")
+            if len(records) != len(window.keys):
+                raise ValueError(
+                    f"the window has {len(records)} samples for {len(window.keys)} keys; a node that changes one "
+                    "changes both (Window.take does)"
+                )
             keys: list[SampleKey] = []
             samples: list[Any] = []
             bins: list[int] = []

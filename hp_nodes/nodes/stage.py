@@ -181,7 +181,7 @@ class Edge:
     def _follow(self, item: Any) -> None:
         place = _place(item)
         if place is None:
-            return
+            raise TypeError(f"{self._between()} gave a {type(item).__name__}; accepted: a Window or a MicroBatch")
         expected = self._expected()
         if expected is not None and place != expected:
             raise RuntimeError(

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,3 +361,50 @@ def test_reset_in_the_middle_keeps_ranks_together() -> None:
 
     expected = run_ranks({"dp": 2}, lambda mesh: rest(scene.loader(mesh)))
     assert run_ranks({"dp": 2}, run) == expected
+
+
+class Overfilling(Raising):
+    """It gives every sample three times, at its own bin."""
+
+    def next(self) -> Any:
+        window = next(self.source)
+        places = [place for place in range(len(window.keys)) for _ in range(3)]
+        return window.take(places) if window.step == 1 else window
+
+
+def test_a_node_behind_the_plan_that_overfills_a_bin_is_an_error() -> None:
+    scene = Scene(window=1, insert={"Router": Overfilling})
+    for _, text, _ in run_ranks({"dp": 2}, lambda mesh: iterate(scene, mesh)):
+        assert "seq_len is 64" in text
+        assert "a node behind the plan keeps each bin within it" in text
+
+
+class Listing(Raising):
+    """It gives a list where a window is expected."""
+
+    def next(self) -> Any:
+        item = next(self.source)
+        return list(item.keys) if item.step == 1 else item
+
+
+@pytest.mark.parametrize("below", ["SampleReader", "Router"])
+def test_a_node_that_gives_something_else_is_named(below: str) -> None:
+    scene = Scene(window=1, insert={below: Listing})
+    for _, text, _ in run_ranks({"dp": 2}, lambda mesh: iterate(scene, mesh)):
+        assert "node Listing" in text
+        assert "gave a list; accepted: a Window or a MicroBatch" in text
+
+
+class ShortReading(Raising):
+    """It forgets a sample but keeps its key."""
+
+    def next(self) -> Any:
+        window = next(self.source)
+        return replace(window, samples=window.samples[1:]) if window.step == 1 else window
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_samples_without_keys_are_counted(split: bool) -> None:
+    scene = Scene(window=1, split=split, insert={"SampleReader": ShortReading})
+    for _, text, _ in run_ranks({"dp": 2}, lambda mesh: iterate(scene, mesh)):
+        assert "1 samples for 2 keys" in text

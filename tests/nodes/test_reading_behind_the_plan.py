@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -152,6 +153,15 @@ MORE = [
 ]
 
 
+@pytest.fixture
+def without_torchs_signal_handler() -> Iterator[None]:
+    """Once any DataLoader has made workers on the main thread, torch raises there whatever worker dies anywhere."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("without_torchs_signal_handler")
 def test_one_rank_fails_and_all_ranks_say_so() -> None:
     """All cases at once: a worker that died is found by a poll of torch's, every 5 s."""
     before = children()
