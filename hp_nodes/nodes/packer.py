@@ -88,9 +88,10 @@ class Packer(Stage[Window]):
         if len(full):
             first = int(full[0])
             inside = np.flatnonzero(window.bins == first).tolist()
+            positions = [window.keys[place].position for place in inside]
             raise ValueError(
                 f"bin {first} of this rank got {int(used[first])} tokens, seq_len is {self.seq_len}: samples at "
-                f"positions {[window.keys[place].position for place in inside]}; a node behind the plan keeps each bin within it"
+                f"positions {positions}; a node behind the plan keeps each bin within it"
             )
 
     def _pack(self, samples: list[Any]) -> Any:
