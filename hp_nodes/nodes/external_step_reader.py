@@ -58,6 +58,7 @@ class ExternalStepReader(Stage[Window]):
     CONSUMED_KEY = WindowSampler.CONSUMED_KEY
     FINISHED_KEY = WindowSampler.FINISHED_KEY
     state_scope = "rank"
+    takes_envelopes = False
     requires_entry = True
     communicates = True
 

@@ -41,6 +41,8 @@ class Stage(BaseNode[T]):
     keeps_flat_state = True
     communicates = False
     requires_entry = False
+    takes_envelopes = True
+    """Whether the source gives windows or micro-batches; a reader of a user's own items says False."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -59,7 +61,7 @@ class Stage(BaseNode[T]):
         self.times = NodeTimes()
         self.first_given: Place | None = None
         """Place of the first item since the last reset, for the check in the node above."""
-        self.edge = Edge(source, self.name) if source is not None else None
+        self.edge = Edge(source, self.name, envelopes=self.takes_envelopes) if source is not None else None
 
     def own_state(self) -> dict[str, Any] | None:
         """This node's entry; None when there is nothing to say."""
@@ -154,9 +156,10 @@ class Edge:
     which node raised.
     """
 
-    def __init__(self, source: BaseNode[Any], reader: str) -> None:
+    def __init__(self, source: BaseNode[Any], reader: str, *, envelopes: bool = True) -> None:
         self.source = source
         self.reader = reader
+        self._envelopes = envelopes
         self.times = None if isinstance(source, Stage) else NodeTimes()
         """Of nodes directly below that are not ours, all together."""
         self._last: Window | MicroBatch | None = None
@@ -181,6 +184,8 @@ class Edge:
     def _follow(self, item: Any) -> None:
         place = _place(item)
         if place is None:
+            if not self._envelopes:
+                return
             raise TypeError(f"{self._between()} gave a {type(item).__name__}; accepted: a Window or a MicroBatch")
         expected = self._expected()
         if expected is not None and place != expected:
