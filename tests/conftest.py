@@ -1,0 +1,6 @@
+"""Started in the background of a shell, a process ignores Control-C, and so would every program that the tests start."""
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
