@@ -1,4 +1,4 @@
-"""Started in the background of a shell, a process ignores Control-C, and so would every program that the tests start."""
+"""Started in the background of a shell, a process ignores Control-C, and so would each program that a test starts."""
 
 import signal
 
