@@ -261,6 +261,24 @@ class Window:
     skipped: int = 0
     """Records of this rank that could not be read and were replaced. By SampleReader before the Planner."""
 
+    def carried_out(
+        self, keys: tuple[SampleKey, ...], samples: tuple[Any, ...], report: BalanceReport | None
+    ) -> Window:
+        """The window behind its plan: the samples that the assignment gives this rank, in packing order."""
+        assert self.assignment is not None
+        share = self.assignment
+        return replace(
+            self,
+            keys=keys,
+            samples=samples,
+            bins=share.bins,
+            tokens=share.tokens,
+            costs=share.costs,
+            metadata=None,
+            reference=None,
+            report=report,
+        )
+
     def take(self, places: Sequence[int]) -> Window:
         """The window with only the samples at ``places``, in that order: for nodes that filter or reorder."""
         chosen = np.asarray(places, dtype=np.intp)

@@ -89,19 +89,8 @@ class Router(Stage[Window]):
                 else []
             )
             keys, samples = _in_packing_order(window, share, arrived)
-        return self.give(
-            replace(
-                window,
-                keys=keys,
-                samples=samples,
-                bins=share.bins,
-                tokens=share.tokens,
-                costs=share.costs,
-                metadata=None,
-                reference=None,
-                report=self._reported(window, share, parcels, frame_sizes),
-            )
-        )
+        report = self._reported(window, share, parcels, frame_sizes)
+        return self.give(window.carried_out(keys, samples, report))
 
     def _failure(self, error: BaseException, window: Window | None) -> DataPlaneError:
         rank = self.transport.global_ranks[self.transport.rank]

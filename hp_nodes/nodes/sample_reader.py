@@ -272,20 +272,8 @@ class SampleReader(Stage[Window]):
             skipped = sum(failed for _, failed in read.replaced.values())
         if window.assignment is None:
             return self.give(replace(window, keys=keys, samples=samples, skipped=skipped))
-        share = window.assignment
-        return self.give(
-            replace(
-                window,
-                keys=keys,
-                samples=samples,
-                bins=share.bins,
-                tokens=share.tokens,
-                costs=share.costs,
-                metadata=None,
-                reference=None,
-                report=None if window.report is None else replace(window.report, skipped=skipped),
-            )
-        )
+        report = None if window.report is None else replace(window.report, skipped=skipped)
+        return self.give(window.carried_out(keys, samples, report))
 
 
 def _keys_to_read(window: Window) -> tuple[SampleKey, ...]:
