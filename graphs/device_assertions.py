@@ -151,7 +151,8 @@ def _every_byte_is_right(device: DeviceUnderTest, staging: DeviceStaging, count:
 def structure_and_values_are_preserved(open_device: OpenDevice) -> None:
     device = open_device()
     host = batch_of(3)
-    data = DeviceStaging(device, 2, cpu_fields=["host"]).stage(host).deliver()
+    staging = DeviceStaging(device, 2, cpu_fields=["host"])
+    data = staging.stage(host).deliver()
     device.synchronize()
     _expect(list(data) == list(host) and data["number"] == 3, "other entries")
     _expect(data["host"] is host["host"], "a field of the host was moved")
@@ -212,6 +213,23 @@ def large_pinned_tensors_are_right(open_device: OpenDevice) -> None:
     device.synchronize()
     expected = [_bytes(part) for tensor in host for part in (tensor, tensor[:8])]
     _expect([read() for read in reads] == expected, "other bytes")
+
+
+def a_pinned_source_is_kept_until_its_copy_ran(open_device: OpenDevice) -> None:
+    """Its owner may let go of it at once, and need not have it from torch."""
+    device = open_device(copy_delay_s=0.05)
+    staging = DeviceStaging(device, 2)
+    large = device.pinned(2 << 20)
+    source = weakref.ref(large)
+    data = staging.stage({"large": large}).deliver()
+    del large
+    _expect(source() is not None, "nobody keeps what is being copied")
+    del data
+    device.synchronize()
+    for number in range(2):
+        staging.stage(batch_of(number)).deliver()
+    _expect(source() is None, "it is kept after its copy ran")
+    device.synchronize()
 
 
 def device_memory_is_free_once_let_go_of(open_device: OpenDevice) -> None:
@@ -299,6 +317,7 @@ ASSERTIONS: dict[str, Callable[[OpenDevice], None]] = {
         a_slot_is_not_rewritten_before_its_copy_ran,
         one_transfer_a_batch,
         large_pinned_tensors_are_right,
+        a_pinned_source_is_kept_until_its_copy_ran,
         device_memory_is_free_once_let_go_of,
         pinned_memory_is_reused_and_given_back,
         the_host_does_not_wait_for_a_copy,

@@ -1,7 +1,7 @@
 """A device that is not there: streams that run late, events, and memory that is reused as soon as it may be.
 
 Device memory is one arena. Work is queued on streams, each a thread that runs its queue in order and sleeps before each
-piece; a reader of device memory keeps an address, not a reference. So a consumer that does not wait for the copy, and
+piece; a reader of memory, of the host's that is pinned too, keeps an address, not a reference. So a consumer that does not wait for the copy, and
 memory that is reused before its last reader ran, both show as wrong values. What is asserted of it is asserted of real
 devices too (:mod:`graphs.device_assertions`).
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from graphs.device_assertions import Mark
 
@@ -71,6 +72,7 @@ class StandInDevice:
         self.copies = 0
         self.pinned_nbytes = 0
         self.threads_with_device: set[int] = set()
+        self._host: list[NDArray[np.uint8]] = []
         self._free: list[tuple[int, int]] = [(0, arena_nbytes)]
         self._recorded: dict[int, list[StandInStream]] = {}
         self._lock = threading.RLock()
@@ -89,7 +91,14 @@ class StandInDevice:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         self.pinned_nbytes += nbytes
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        self._host.append(memory)
+        block = memory[:]
+        weakref.finalize(block, memory.fill, 0xEE)
+        return torch.from_numpy(block)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._pinned_source(tensor) is not None
 
     def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
         start = self._allocate(nbytes)
@@ -101,9 +110,11 @@ class StandInDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StandInStream) -> None:
         self.copies += 1
         start, size = self._address(target)
+        memory = self._pinned_source(source)
+        assert memory is not None and source.is_contiguous(), "only pinned memory is copied without a wait"
 
         def run() -> None:
-            self.arena[start : start + size] = source.contiguous().reshape(-1).view(torch.uint8).numpy()
+            self.arena[start : start + size] = memory
 
         stream.queue(run)
 
@@ -152,6 +163,14 @@ class StandInDevice:
         self.consumer.drain()
 
     # ---- memory
+
+    def _pinned_source(self, tensor: torch.Tensor) -> NDArray[np.uint8] | None:
+        """The bytes at a tensor's address, which does not keep them from being freed."""
+        for memory in self._host:
+            start = tensor.data_ptr() - memory.ctypes.data
+            if 0 <= start and start + tensor.nbytes <= len(memory):
+                return memory[start : start + tensor.nbytes]
+        return None
 
     def _address(self, tensor: torch.Tensor) -> tuple[int, int]:
         start = tensor.data_ptr() - self.arena.ctypes.data

@@ -35,6 +35,10 @@ class Accelerator(Protocol):
         """uint8[nbytes] of page-locked host memory."""
         ...
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a host tensor lies in page-locked memory."""
+        ...
+
     def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
         """uint8[nbytes] on the device, belonging to ``stream``."""
         ...
@@ -87,6 +91,9 @@ class TorchAccelerator:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
 
     def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
         with self._module.stream(stream):

@@ -48,10 +48,11 @@ class StagedBatch:
 
 
 class _Slot:
-    """A pinned buffer and the event behind the last copy out of it."""
+    """A pinned buffer, what else a batch was copied from, and the event behind its copies."""
 
     def __init__(self) -> None:
         self.buffer: torch.Tensor | None = None
+        self.sources: list[torch.Tensor] = []
         self.event: Any = None
 
 
@@ -88,13 +89,16 @@ class DeviceStaging:
             return tensor
 
         self._rebuilt(data, seen, lambda value: value)
-        packed = [tensor for tensor in tensors if not _copied_directly(tensor)]
-        device_buffer, places = self._transfer(packed)
+        direct = [tensor for tensor in tensors if self._copied_directly(tensor)]
+        large = {id(tensor) for tensor in direct}
+        packed = [tensor for tensor in tensors if id(tensor) not in large]
+        slot = self._free_slot() if tensors else None
+        device_buffer, places = (None, []) if slot is None or not packed else self._transfer(packed, slot)
         buffers = [] if device_buffer is None else [device_buffer]
         position = iter(places)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if _copied_directly(tensor):
+            if id(tensor) in large:
                 target = self._accelerator.empty(tensor.nbytes, self._stream).view(tensor.dtype).view(tensor.shape)
                 self._accelerator.copy(target, tensor, self._stream)
                 buffers.append(target)
@@ -104,25 +108,35 @@ class DeviceStaging:
             return device_buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
         result = self._rebuilt(data, moved, lambda value: self._accelerator.move(value, self._stream))
-        return StagedBatch(result, self._close_slot(bool(packed)), buffers, self._accelerator)
+        event = self._accelerator.record(self._stream)
+        if slot is not None:
+            # Pinned memory that torch did not allocate itself is not kept by torch until it has been read.
+            slot.event, slot.sources = event, direct
+        return StagedBatch(result, event, buffers, self._accelerator)
 
     def close(self) -> None:
         """Give back pinned memory and the stream, once the copies out of it are done."""
         for slot in self._ring:
             self._wait_for(slot)
-            slot.buffer = slot.event = None
+            slot.buffer = None
         self._stream = None
 
-    def _transfer(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[int]]:
-        """Write tensors into the next pinned buffer and queue its copy: the device buffer, and where each starts."""
+    def _copied_directly(self, tensor: torch.Tensor) -> bool:
+        return tensor.nbytes >= _DIRECT_NBYTES and tensor.is_contiguous() and self._accelerator.is_pinned(tensor)
+
+    def _free_slot(self) -> _Slot:
+        """The next of the ring, once nothing is copied out of it any more."""
+        slot = self._ring[self._next]
+        self._wait_for(slot)
+        self._next = (self._next + 1) % len(self._ring)
+        return slot
+
+    def _transfer(self, tensors: list[torch.Tensor], slot: _Slot) -> tuple[torch.Tensor, list[int]]:
+        """Write tensors into the slot's pinned buffer and queue its copy: the device buffer, and where each starts."""
         places, end = [], 0
         for tensor in tensors:
             places.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if not tensors:
-            return None, places
-        slot = self._ring[self._next]
-        self._wait_for(slot)
         if slot.buffer is None or slot.buffer.numel() < end:
             slot.buffer = self._accelerator.pinned(max(end, _ALIGNMENT))
         for tensor, start in zip(tensors, places, strict=True):
@@ -137,13 +151,7 @@ class DeviceStaging:
         """Until the copy out of it is done. Polled: to wait on an event would count as a host synchronisation."""
         while slot.event is not None and not self._accelerator.done(slot.event):
             time.sleep(_SLOT_WAIT_S)
-
-    def _close_slot(self, used: bool) -> Any:
-        event = self._accelerator.record(self._stream)
-        if used:
-            self._ring[self._next].event = event
-            self._next = (self._next + 1) % len(self._ring)
-        return event
+        slot.event, slot.sources = None, []
 
     def _rebuilt(self, value: Any, tensor_fn: Callable[[Any], Any], movable_fn: Callable[[Any], Any]) -> Any:
         """``value`` with its tensors, and what else can be moved, replaced; fields that stay are left alone.
@@ -173,10 +181,6 @@ class DeviceStaging:
             changed = {name: rebuilt(getattr(value, name)) for name in names if name not in stays}
             return dataclasses.replace(value, **changed)
         return movable_fn(value) if callable(getattr(value, "to", None)) else value
-
-
-def _copied_directly(tensor: torch.Tensor) -> bool:
-    return tensor.nbytes >= _DIRECT_NBYTES and tensor.is_contiguous() and tensor.is_pinned()
 
 
 def _like(item: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
