@@ -6,8 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
-# One benchmark: make bench BENCH=planner
-BENCH ?= $(basename $(notdir $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py))))
+# One benchmark, or several: make bench BENCH=planner. To see that it runs: make bench QUICK=1
+BENCH ?=
+COMPARED := $(VENV)/.benchmarks-installed
 
 .PHONY: demo test lint format bench notebooks soak
 .DELETE_ON_ERROR:
@@ -27,8 +28,8 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(INSTALLED)
-	set -e; for name in $(BENCH); do $(PY) -m tests.benchmarks.$$name; done
+bench: $(COMPARED)
+	$(PY) -m tests.benchmarks $(BENCH) $(if $(QUICK),--quick)
 
 notebooks: $(INSTALLED)
 	set -e; for notebook in $(NOTEBOOKS); do $(VENV)/bin/jupyter-execute --inplace $$notebook; done
@@ -43,4 +44,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	if $(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1; then pip="$(PY) -m pip"; \
 	else $(PYTHON) -m venv --clear --without-pip $(VENV) && pip="$(PYTHON) -m pip --python $(PY)"; fi; \
 	$$pip install --quiet -c constraints.txt -e '.[demo,notebooks,test]'
+	touch $@
+
+# What the benchmarks compare with. Where it cannot be installed, they say so and measure the rest.
+$(COMPARED): $(INSTALLED) tests/benchmarks/requirements.txt
+	pip="$(PY) -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(PY)"; \
+	$$pip install --quiet -c constraints.txt -r tests/benchmarks/requirements.txt || true
 	touch $@

@@ -1,7 +1,9 @@
-"""What reading with workers costs a window: ``python tests/benchmarks/read_workers.py [--windows 40] [--workers 2]``.
+"""What reading with workers costs a window.
 
-One table, for records of two token tensors: milliseconds a window of the reader, whose one DataLoader is fed window
-after window; of a new DataLoader for each window; of one DataLoader fed the same way, with each tensor sent as torch
+    python -m tests.benchmarks.read_workers [--windows 40] [--workers 2] [--repeats 5] [--quick]
+
+For records of two token tensors: milliseconds a window of the reader, whose one DataLoader is fed window after window,
+next to those of a new DataLoader for each window; of one DataLoader fed the same way, with each tensor sent as torch
 does, through shared memory of its own; and of reading here, without workers.
 
 How to read it: the dataset itself takes next to no time, so all of it is overhead. Below the time of a training step it
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +23,12 @@ from torch.utils.data import DataLoader
 
 from hp_nodes import SampleReader, WindowSampler
 from hp_nodes.samplers import DistributedBatchSampler
+from tests.benchmarks.record import Row, interleaved, run_alone
 
 RECORD_TOKENS = 64  # 1 KiB in two tensors
+SAMPLES = (16, 256, 1000)
+"""Records of a window."""
+OURS = "fed window after window"
 
 
 class Records:
@@ -67,29 +74,51 @@ def milliseconds(windows: Iterator[Any]) -> tuple[float, float]:
     return 1e3 * (first - start), 1e3 * (time.perf_counter() - first) / count
 
 
-def main() -> None:
+WAYS: dict[str, Callable[[Records, int, int], Iterator[Any]]] = {
+    OURS: lazily_fed,
+    "a new DataLoader for each window": loader_per_window,
+    "one DataLoader, tensors sent singly": one_loader,
+    "no workers": lambda records, samples, workers: lazily_fed(records, samples, 0),
+}
+
+
+def measure(arguments: list[str]) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--workers", type=int, default=2)
-    chosen = parser.parse_args()
-    ways: dict[str, Callable[[Records, int], Iterator[Any]]] = {
-        "fed lazily (ours)": lambda records, samples: lazily_fed(records, samples, chosen.workers),
-        "a DataLoader a window": lambda records, samples: loader_per_window(records, samples, chosen.workers),
-        "one DataLoader, tensors sent singly": lambda records, samples: one_loader(records, samples, chosen.workers),
-        "no workers (ours)": lambda records, samples: lazily_fed(records, samples, 0),
-    }
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="10 windows, once")
+    chosen = parser.parse_args(arguments)
+    windows, repeats = (10, 1) if chosen.quick else (chosen.windows, chosen.repeats)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    print(
-        f"{chosen.workers} workers, {chosen.windows} windows, 1 KiB in two tensors a sample; ms to the first, ms each"
-    )
-    print(f"{'samples a window':36}" + "".join(f"{samples:>20}" for samples in (16, 256, 1000)))
-    for name, read in ways.items():
-        cells = []
-        for samples in (16, 256, 1000):
-            first, each = milliseconds(iter(read(Records(samples * chosen.windows), samples)))
-            cells.append(f"{first:9.1f} {each:10.2f}")
-        print(f"{name:36}" + "".join(cells))
+    try:
+        return [row for samples in SAMPLES for row in rows_of(samples, windows, chosen.workers, repeats)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def rows_of(samples: int, windows: int, workers: int, repeats: int) -> list[Row]:
+    """Our reader next to each other way, at so many samples a window."""
+    records = Records(samples * windows)
+
+    def taken(name: str) -> float:
+        return milliseconds(iter(WAYS[name](records, samples, workers)))[1]
+
+    figures = interleaved({name: partial(taken, name) for name in WAYS}, repeats)
+    return [
+        Row.of(
+            f"a window of {samples} records read by {workers} workers",
+            "ms",
+            figures[OURS],
+            baseline=name,
+            baseline_values=figures[name],
+            command="python -m tests.benchmarks.read_workers",
+        )
+        for name in WAYS
+        if name != OURS
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(measure)
