@@ -150,9 +150,7 @@ def loader_of(
             seq_len=SEQ_LEN,
             local_batch_size=2,
             balance_window_size=window,
-            timeout_s=20.0,
-            **config,
-            **(settings or {}),
+            **{"timeout_s": 20.0, **config, **(settings or {})},
         ),
         **functions,
     )
