@@ -7,7 +7,9 @@ Three modes: native online (``batch_sampler`` with ``metadata_fn``), native prec
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Iterable, Mapping
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -188,8 +190,18 @@ def _external_problems(topology: DataTopology, config: DistributedDatasetConfig,
 
 def _function_problems(config: DistributedDatasetConfig, given: Arguments) -> list[str]:
     problems = []
-    if given["balancing_algorithm"] is not None and config.objective != "lockstep":
-        problems.append(f"balancing_algorithm has its own objective, but objective={config.objective!r} was given too")
+    algorithm = given["balancing_algorithm"]
+    if algorithm is not None and config.objective != "lockstep":
+        problems.append(
+            f"balancing_algorithm has its own objective, but objective={config.objective!r} was given too; accepted "
+            "with it: 'lockstep', the default"
+        )
+    missing = [name for name in ("assign", "objective") if not callable(getattr(algorithm, name, None))]
+    if algorithm is not None and missing:
+        problems.append(
+            f"balancing_algorithm is a {type(algorithm).__name__} without {' and '.join(missing)}; accepted: an object "
+            "with assign(problem) and objective(loads)"
+        )
     for name in ("metadata_fn", "split_fn", "pack_fn", "collate_fn", "cost_model"):
         if given[name] is not None and not callable(given[name]):
             problems.append(f"{name} is {given[name]!r}; accepted: a callable")
@@ -293,6 +305,15 @@ def _worker_problems(options: Mapping[str, Any]) -> list[str]:
     ahead = options.get("prefetch_factor")
     if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1):
         problems.append(f"dataloader_kwargs prefetch_factor is {ahead!r}; accepted: None, or an int >= 1")
+    context = options.get("multiprocessing_context")
+    contexts = multiprocessing.get_all_start_methods()
+    if context not in (None, *contexts) and not isinstance(context, BaseContext):
+        problems.append(
+            f"dataloader_kwargs multiprocessing_context is {context!r}; accepted: None, "
+            f"{', '.join(map(repr, contexts))}, or a context of multiprocessing"
+        )
+    if not isinstance(options.get("pin_memory_device", ""), str):
+        problems.append(f"dataloader_kwargs pin_memory_device is {options['pin_memory_device']!r}; accepted: a str")
     if options.get("worker_init_fn") is not None and not callable(options["worker_init_fn"]):
         problems.append(f"dataloader_kwargs worker_init_fn is {options['worker_init_fn']!r}; accepted: a callable")
     timeout = options.get("timeout", 0)

@@ -91,8 +91,6 @@ def build_distributed_dataloader(
     Raises:
         ValueError: on every rank, with every problem and the ranks that have it.
     """
-    if not isinstance(config, DistributedDatasetConfig):
-        raise ValueError(f"config is a {type(config).__name__}; accepted: a DistributedDatasetConfig")
     given = {
         "metadata_fn": metadata_fn,
         "metadata": metadata,
@@ -113,7 +111,8 @@ def build_distributed_dataloader(
     offer, parts = Offer(problems), None
     if not problems:
         offer, parts = _prepared(dataset, topology, config, given)
-    held: list[Transport] = [create_transport(topology, "all", timeout_s=config.timeout_s)]
+    timeout_s = getattr(config, "timeout_s", DistributedDatasetConfig.timeout_s)  # config may be something else
+    held: list[Transport] = [create_transport(topology, "all", timeout_s=timeout_s)]
     try:
         agreed = agree(held[0], topology, offer)
         graph = _graph(parts, topology, config, agreed, held, _device(config, device))
@@ -134,9 +133,11 @@ def build_distributed_dataloader(
 def _topology(mesh: Mesh, config: DistributedDatasetConfig) -> tuple[DataTopology, list[str]]:
     """Who this rank is, and why that cannot be told. Only all ranks together can refuse what one of them was given."""
     try:
+        if not isinstance(config, DistributedDatasetConfig):
+            raise ValueError(f"config is a {type(config).__name__}; accepted: a DistributedDatasetConfig")
         return DataTopology.from_mesh(mesh, config.dp_dim_names), []
     except ValueError as error:
-        names = mesh.mesh_dim_names
+        names = getattr(mesh, "mesh_dim_names", None)
         if not names or mesh.get_coordinate() is None:
             raise  # there is no mesh to meet the others in
         return DataTopology.from_mesh(mesh, names), [str(error)]

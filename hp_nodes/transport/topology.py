@@ -73,7 +73,7 @@ class DataTopology:
         Raises:
             ValueError: the mesh has no names, lacks a named dimension, or does not contain this rank.
         """
-        names = mesh.mesh_dim_names
+        names = getattr(mesh, "mesh_dim_names", None)
         if not names:
             raise ValueError(f"the mesh has no dimension names ({mesh!r}); pass mesh_dim_names when making it")
         data_axes = _data_axes(tuple(names), dp_dim_names)

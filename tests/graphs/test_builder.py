@@ -103,7 +103,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group size": ({"config_balance_group_size": 2}, "balance_group_size.*external.*accepted"),
     "algorithm and objective": (
         {"balancing_algorithm": object(), "config_objective": "makespan"},
-        "balancing_algorithm.*objective",
+        "balancing_algorithm has its own objective, but objective='makespan' .*; accepted with it: 'lockstep'",
+    ),
+    "no algorithm": (
+        {"balancing_algorithm": object()},
+        "balancing_algorithm is a object without assign and objective; accepted: an object with assign",
     ),
     "no callable": ({"metadata_fn": 3}, "metadata_fn is 3; accepted: a callable"),
     "no callable collate": ({"collate_fn": "list"}, "collate_fn is 'list'; accepted: a callable"),
@@ -130,6 +134,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "context without workers": (
         {"dataloader_kwargs": {"multiprocessing_context": "fork"}},
         "multiprocessing_context='fork' needs workers",
+    ),
+    "unknown context": (
+        {"dataloader_kwargs": {"num_workers": 1, "multiprocessing_context": "thread"}},
+        "multiprocessing_context is 'thread'; accepted: None, .*'spawn'",
+    ),
+    "device of pinning": (
+        {"dataloader_kwargs": {"pin_memory": True, "pin_memory_device": 0}},
+        "pin_memory_device is 0; accepted: a str",
+    ),
+    "function of workers": (
+        {"dataloader_kwargs": {"num_workers": 1, "worker_init_fn": 3}},
+        "worker_init_fn is 3; accepted: a callable",
     ),
     "negative timeout": (
         {"dataloader_kwargs": {"num_workers": 1, "timeout": -1}},

@@ -212,6 +212,20 @@ def test_readers_and_planner_may_be_named() -> None:
     run_ranks({"dp": 2, "tp": 2}, lambda mesh: loader_of("online", mesh, Texts(), settings=settings).close())
 
 
-def test_a_config_that_is_none() -> None:
-    with pytest.raises(ValueError, match="config is a dict; accepted: a DistributedDatasetConfig"):
-        run_ranks({"dp": 1}, lambda mesh: build_distributed_dataloader(Rows(), mesh, {}))  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{}, None])
+def test_a_config_that_is_none_on_one_rank_is_told_to_all(wrong: Any) -> None:
+    def run(mesh: Any) -> str:
+        config = wrong if mesh.get_rank() == 1 else DistributedDatasetConfig(8, 2, timeout_s=10.0)
+        with pytest.raises(ValueError, match="config is a .*; accepted: a DistributedDatasetConfig") as caught:
+            build_distributed_dataloader(Rows(), mesh, config)
+        return str(caught.value)
+
+    texts = run_ranks({"dp": 2, "tp": 2}, run)
+    assert set(texts) == {texts[0]}
+    assert texts[0].startswith("ranks [0, 2, 3]: nothing defines a step") and "rank 1: config is a" in texts[0]
+
+
+@pytest.mark.parametrize("mesh", [None, "dp"])
+def test_a_mesh_that_is_none(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="the mesh has no dimension names"):
+        build_distributed_dataloader(Rows(), mesh, DistributedDatasetConfig(8, 2))
