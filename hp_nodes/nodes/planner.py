@@ -222,7 +222,7 @@ class Planner(Stage[Window]):
                 seq_len=self.seq_len,
                 keys=np.concatenate(keys),
                 budgets=budgets,
-                budget_limits=list(self.packing_budgets.values()) if names else None,
+                budget_limits=self.packing_budgets if names else None,
                 initial_loads=None if carried is None else carried[2],
                 allow_oversized=self.allow_oversized,
                 padding_cost=self.padding_cost,

@@ -60,7 +60,9 @@ def refuse_hopeless(problem: PackingProblem) -> None:
 
 def explain_infeasible(problem: PackingProblem) -> str:
     """The message for samples that no search could pack, although no bound rules it out."""
-    budgets = "" if problem.budget_limits is None else f" and budgets {problem.budget_limits.tolist()}"
+    limits = [] if problem.budget_limits is None else problem.budget_limits.tolist()
+    named = ", ".join(f"{name}: {limit}" for name, limit in zip(problem.budget_names, limits, strict=True))
+    budgets = f" and budgets {{{named}}}" if named else ""
     return (
         f"no way was found to pack {problem.num_samples} samples of {int(problem.tokens.sum())} tokens into "
         f"{problem.num_bins} bins of {problem.seq_len} tokens{budgets} ({_shape(problem)}); at least "

@@ -38,8 +38,8 @@ class PackingProblem:
             the order of the samples; without them a sample's place in the arrays is its key.
         sizes: int64[N], bytes of each sample, at least 0. Default: as many as it has tokens.
         budgets: float64[N, K], what each sample takes of K budgets of a bin; finite and at least 0.
-        budget_limits: float64[K]; a bin holds up to this much, the limit included. Sums of floats are rounded: 1e-9 of
-            the limit counts as nothing.
+        budget_limits: float64[K], or by name; a bin holds up to this much, the limit included. Sums of floats are
+            rounded: 1e-9 of the limit counts as nothing.
         initial_loads: float64[data_parallel_size], what each rank already carries from earlier windows of the step; it
             counts for the objective ``makespan`` alone.
         allow_oversized: a sample of more than ``seq_len`` tokens takes a bin alone instead of being refused.
@@ -62,6 +62,8 @@ class PackingProblem:
     sizes: NDArray[np.int64] | None
     budgets: NDArray[np.float64] | None
     budget_limits: NDArray[np.float64] | None
+    budget_names: tuple[str, ...]
+    """What errors call each budget: its name, or its number."""
     initial_loads: NDArray[np.float64] | None
     allow_oversized: bool
     padding_cost: NDArray[np.float64] | None
@@ -80,7 +82,7 @@ class PackingProblem:
         keys: ArrayLike | None = None,
         sizes: ArrayLike | None = None,
         budgets: ArrayLike | None = None,
-        budget_limits: ArrayLike | None = None,
+        budget_limits: ArrayLike | Mapping[str, float] | None = None,
         initial_loads: ArrayLike | None = None,
         allow_oversized: bool = False,
         padding_cost: ArrayLike | None = None,
@@ -169,13 +171,16 @@ class PackingProblem:
         flags[bins[self.tokens > self.seq_len]] = True
         return flags
 
-    def _take_budgets(self, budgets: ArrayLike | None, limits: ArrayLike | None) -> None:
+    def _take_budgets(self, budgets: ArrayLike | None, limits: ArrayLike | Mapping[str, float] | None) -> None:
         if (budgets is None) != (limits is None):
             raise ValueError("budgets and budget_limits are given together or not at all")
         if budgets is None or limits is None:
             object.__setattr__(self, "budgets", None)
             object.__setattr__(self, "budget_limits", None)
+            object.__setattr__(self, "budget_names", ())
             return
+        names = [repr(name) for name in limits] if isinstance(limits, Mapping) else None
+        limits = list(limits.values()) if isinstance(limits, Mapping) else limits
         ceiling = np.atleast_1d(np.asarray(limits, np.float64))
         if ceiling.ndim != 1 or not (np.isfinite(ceiling) & (ceiling >= 0)).all():
             raise ValueError(f"budget_limits is {ceiling.tolist()}; accepted: a list of finite numbers >= 0")
@@ -186,11 +191,10 @@ class PackingProblem:
             )
         object.__setattr__(self, "budgets", _readonly(taken))
         object.__setattr__(self, "budget_limits", _readonly(ceiling))
-        for column in range(len(ceiling)):
+        object.__setattr__(self, "budget_names", tuple(names or map(str, range(len(ceiling)))))
+        for column, name in enumerate(self.budget_names):
             values = taken[:, column]
-            self._refuse(
-                ~(np.isfinite(values) & (values >= 0)), f"budget {column} must be finite and at least 0", values
-            )
+            self._refuse(~(np.isfinite(values) & (values >= 0)), f"budget {name} must be finite and at least 0", values)
 
     def _refuse(self, bad: NDArray[np.bool_], rule: str, values: NDArray[Any]) -> None:
         if bad.any():
@@ -208,9 +212,9 @@ class PackingProblem:
                 )
         if self.budgets is None or self.budget_limits is None:
             return
-        for column, limit in enumerate(self.budget_limits):
+        for column, (name, limit) in enumerate(zip(self.budget_names, self.budget_limits, strict=True)):
             values = self.budgets[:, column]
-            self._refuse(values > tolerated(limit), f"a bin's budget {column} is limited to {limit}", values)
+            self._refuse(values > tolerated(limit), f"a bin's budget {name} is limited to {limit}", values)
 
     def _bins(self, what: str, bins: ArrayLike) -> NDArray[np.int32]:
         given = np.asarray(bins)
@@ -230,9 +234,9 @@ class PackingProblem:
         self._refuse_bin(what, bins, (used > self.seq_len) & ~alone, used, f"tokens, seq_len is {self.seq_len}")
         if self.budgets is None or self.budget_limits is None:
             return
-        for column, limit in enumerate(self.budget_limits):
+        for column, (name, limit) in enumerate(zip(self.budget_names, self.budget_limits, strict=True)):
             taken = np.bincount(bins, weights=self.budgets[:, column], minlength=self.num_bins)
-            self._refuse_bin(what, bins, taken > tolerated(limit), taken, f"of budget {column}, its limit is {limit}")
+            self._refuse_bin(what, bins, taken > tolerated(limit), taken, f"of budget {name}, its limit is {limit}")
 
     def _refuse_bin(
         self, what: str, bins: NDArray[np.int32], bad: NDArray[np.bool_], used: NDArray[Any], rule: str

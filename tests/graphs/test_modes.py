@@ -386,7 +386,7 @@ def test_a_single_sample_above_a_budget_is_an_error_even_when_oversize_is_allowe
 
     texts = run_ranks({"dp": 2}, run)
     assert texts[0] == texts[1]
-    assert "budget 0 is limited to 1.0" in texts[0]
+    assert "budget 'images' is limited to 1.0" in texts[0]
 
 
 def test_external_steps_of_text_are_packed_and_collated_by_the_built_in_functions() -> None:

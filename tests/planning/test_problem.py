@@ -54,6 +54,10 @@ def build(**changed: Any) -> PackingProblem:
             {"budgets": [[1.0], [3.0], [2.0]], "budget_limits": [4.0]},
             r"the reference puts 5.0 of budget 0, its limit is 4.0",
         ),
+        (
+            {"budgets": [[1.0, 1.0], [1.0, 5.0], [1.0, 1.0]], "budget_limits": {"pixels": 9.0, "images": 4.0}},
+            r"budget 'images' is limited to 4.0: sample 8 has 5.0",
+        ),
         ({"initial_loads": [1.0]}, r"initial_loads has shape \(1,\)"),
         ({"initial_loads": [1.0, float("inf")]}, r"initial_loads holds inf"),
         ({"padding_cost": np.zeros(3)}, r"padding_cost has shape \(3,\); accepted: \(13,\)"),
