@@ -1,10 +1,11 @@
 """External steps: the user's source decides what is in a step; each of its items is one round of this rank.
 
 Takes a source of local rounds, each exactly ``local_batch_size`` non-empty bins of raw samples; gives a Window for each
-of them, with ``samples`` and ``reference``. Communicates: one opening exchange a window over all data ranks, so that a
-source which ends early, brings another number of bins or fails is one error on every rank, which says which and how
-many. Keeps the cursor; reads ``rounds_per_step`` rounds ahead, each paired with the state the source had after it, so
-that a step is given only when it is whole: rounds at the end that fill no step are counted as dropped.
+of them, with ``samples`` and ``reference``. Communicates: the opening of a window over all data ranks, so that a source
+which ends early, brings another number of bins or fails is one error on every rank, which says which and how many. Only
+the first window has an exchange for it; the others' openings travel with the closing exchange of the window before,
+where a HostPrefetcher makes one. Keeps the cursor; reads a step ahead, each round paired with the state the source had
+after it, so that a step is given only when it is whole: rounds at the end that fill no step are counted as dropped.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class ExternalStepReader(Stage[Window]):
     EPOCH_KEY = WindowSampler.EPOCH_KEY
     CONSUMED_KEY = WindowSampler.CONSUMED_KEY
     FINISHED_KEY = WindowSampler.FINISHED_KEY
+    OPENING_FIELDS = 6
     state_scope = "rank"
     takes_envelopes = False
     requires_entry = True
@@ -86,6 +88,8 @@ class ExternalStepReader(Stage[Window]):
         self._finished = False
         self._next_epoch_first = False
         self._ahead: deque[_Round] = deque()
+        self._brought: tuple[Status, DataPlaneError | None] = (Status.WINDOW, None)
+        self._told: NDArray[np.int64] | None = None
         self._paired: dict[str, Any] | None = None
         self._ended = False
         self._running = False
@@ -100,7 +104,7 @@ class ExternalStepReader(Stage[Window]):
     # ---- state
 
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
-        self.announcement = None
+        self.announcement = self._told = None
         self._ahead.clear()
         self._ended = self._running = False
         if entry is not None:
@@ -146,7 +150,7 @@ class ExternalStepReader(Stage[Window]):
             self._begin_next_epoch()
         step, number = divmod(self._rounds, self.rounds_per_step)
         with exchanging(self.name, self._epoch, step):
-            last = self._open(step, number)
+            last = self._open()
         if last is None:
             raise StopIteration
         read = self._ahead.popleft()
@@ -160,27 +164,53 @@ class ExternalStepReader(Stage[Window]):
     def _begin_next_epoch(self) -> None:
         self._epoch, self._rounds, self._finished, self._next_epoch_first = self._epoch + 1, 0, False, False
 
-    def _open(self, step: int, number: int) -> bool | None:
+    def next_opening(self) -> NDArray[np.int64]:
+        """int64[6]: what this rank brings to its next window, for an exchange over all data ranks that is made anyway.
+
+        Reads the rounds that are needed to tell. What every rank brought is handed back to :meth:`hear_opening`.
+        """
+        self._brought = self._bring()
+        step, number = divmod(self._rounds, self.rounds_per_step)
+        yielded = self._rounds + len(self._ahead)
+        is_last = self._ended and len(self._ahead) <= self.rounds_per_step
+        return np.array([self._brought[0], self._epoch, step, number, yielded, is_last], dtype=np.int64)
+
+    def hear_opening(self, told: NDArray[np.int64]) -> None:
+        """int64[size, 6]: everybody's :meth:`next_opening`. The next window has no exchange of its own for it."""
+        self._told = told
+
+    def _open(self) -> bool | None:
         """Agree with the other ranks that each has this round; returns whether it is the last. None: all ended.
 
         Raises:
             DataPlaneError: not all have it.
         """
-        mine, error = self._bring()
-        yielded = self._rounds + len(self._ahead)
-        is_last = self._ended and len(self._ahead) <= self.rounds_per_step
-        record = np.array([mine, self._epoch, step, number, yielded, is_last], dtype=np.int64)
-        told = self.transport.all_gather(record.view(np.uint8), f"{self.name}: opening").view(np.int64)
+        told, self._told = self._told, None
+        opened_before = told is not None
+        if told is None:
+            record = self.next_opening().view(np.uint8)
+            told = self.transport.all_gather(record, f"{self.name}: opening").view(np.int64)
+        mine, error = self._brought
         statuses = told[:, 0]
         if (statuses == Status.END).any() and (statuses == Status.WINDOW).any() and (statuses <= Status.END).all():
             self._raise_uneven(told)
         check_statuses(self.transport, statuses, error, self.name)
         self._check_places(told)
+        if opened_before and self.announcement is not None:
+            raise self._since_opened(self.announcement)
         if mine == Status.WINDOW:
             return bool(told[:, 5].all())
         if self._rounds == 0:
             self._raise_empty(told)
         return None
+
+    def _since_opened(self, announced: DataPlaneError | Status) -> DataPlaneError:
+        """What was announced when the ranks had agreed on this window, as an error for the next exchange to tell."""
+        if isinstance(announced, DataPlaneError):
+            return announced
+        rank = self.transport.global_ranks[self.transport.rank]
+        told = f"rank {rank} closed its loader because of an error of its own"
+        return DataPlaneError(told, rank=rank, node=self.name)
 
     def _bring(self) -> tuple[Status, DataPlaneError | None]:
         announced = self.announcement

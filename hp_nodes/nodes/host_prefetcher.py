@@ -3,8 +3,9 @@
 Takes micro-batches, gives the same ones. Communicates: the closing status of each window, after every round is read,
 packed and collated, and a digest of the plan that was carried out. So an error in any node on one rank, user nodes
 included, is one error on every rank at the same micro-batch, and so are different plans where nothing was exchanged
-that would have shown it. Pairs each buffered micro-batch with the state its source had right after it. Adds an entry of
-its own only once records of the epoch could not be read: how many, over all ranks.
+that would have shown it. Above a reader of external steps the closing is the next window's opening too. Pairs each
+buffered micro-batch with the state its source had right after it. Adds an entry of its own only once records of the
+epoch could not be read: how many, over all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging
+from hp_nodes.nodes.external_step_reader import ExternalStepReader
 from hp_nodes.nodes.graph import all_nodes, read_state
 from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
@@ -31,6 +33,7 @@ from hp_nodes.types import MicroBatch
 __all__ = ["HostPrefetcher", "announce"]
 
 _GRACE_S = 3.0
+_CLOSING_FIELDS = 4  # status, who planned together, digest of the plan, records skipped
 Unit = list[tuple[MicroBatch, dict[str, Any]]]
 
 
@@ -182,6 +185,8 @@ class _WindowPull:
         self._edge = edge
         self._name = name
         self._transport = transport
+        readers = (node for node in all_nodes(edge.source) if isinstance(node, ExternalStepReader))
+        self._opened_ahead = next((r for r in readers if r.transport.global_ranks == transport.global_ranks), None)
 
     def __call__(self) -> Unit:
         unit: Unit = []
@@ -214,12 +219,23 @@ class _WindowPull:
         digest = None if report is None else report.plan_digest
         planned_with = -1 if digest is None else self._planned_with
         mine = np.array([status, planned_with, digest or 0, 0 if report is None else report.skipped], dtype=np.int64)
+        mine = np.concatenate([mine, self._next_opening(status)])
         located = exchanging(self._name, unit[0][0].epoch, unit[0][0].step) if unit else exchanging(self._name)
         with located:
             told = self._transport.all_gather(mine.view(np.uint8), f"{self._name}: closing").view(np.int64)
             check_statuses(self._transport, told[:, 0], error, self._name)
             self._check_plans(told[:, 1:3])
+        if self._opened_ahead is not None and status is Status.WINDOW:
+            self._opened_ahead.hear_opening(told[:, _CLOSING_FIELDS:])
         return told[:, 3]
+
+    def _next_opening(self, status: Status) -> NDArray[np.int64]:
+        """What this rank brings to the window after this one, where its source makes the ranks agree on that."""
+        if self._opened_ahead is None:
+            return np.zeros(0, dtype=np.int64)
+        if status is not Status.WINDOW:
+            return np.zeros(ExternalStepReader.OPENING_FIELDS, dtype=np.int64)
+        return self._opened_ahead.next_opening()
 
     def _check_plans(self, told: NDArray[np.int64]) -> None:
         """Of each rank, who planned with it and the digest; a rank whose graph has lost its reports says nothing."""

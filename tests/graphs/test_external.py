@@ -68,6 +68,32 @@ def test_the_gain_has_to_be_enough() -> None:
     assert results == [[samples_of(rounds(rank, [9 if rank else 1])[0])] for rank in range(2)]
 
 
+@pytest.mark.parametrize("group", [None, 2])
+@pytest.mark.parametrize("broadcast_plan", [True, False])
+def test_a_window_takes_at_most_five_exchanges(group: int | None, broadcast_plan: bool) -> None:
+    """Numbers, the plan, sizes, the payload when something moves, and the closing, which opens the next window too."""
+    scene = ExternalScene(
+        lambda rank: rounds(rank, [9 if rank in (0, 2) and number % 2 else 1 for number in range(8)]),
+        group=group,
+        settings={"broadcast_plan": broadcast_plan, "host_prefetch_depth": 0},
+    )
+
+    def run(mesh: Any) -> list[tuple[bool, int]]:
+        with scene.loader(mesh) as loader:
+            transports = {id(one): one for one in loader._transports[:2]}.values()
+            found, before = [], 0
+            for _ in loader:
+                made = sum(one.exchanges for one in transports)
+                found.append((loader.last.report.plan.accepted, made - before))
+                before = made
+            return found
+
+    for first, *others in run_ranks({"dp": 4}, run):
+        assert others == [(number % 2 == 1, 3 + broadcast_plan + number % 2) for number in range(1, 8)]
+        # The first window has an opening of its own, and its numbers outgrow what nothing was known of.
+        assert first == (False, 3 + broadcast_plan + 2)
+
+
 @pytest.mark.parametrize("size", [3, 0, True, 8])
 def test_a_group_size_that_does_not_divide_the_ranks_is_refused(size: Any) -> None:
     def run(mesh: Any) -> str:
