@@ -24,7 +24,7 @@ from hp_nodes.planning import BalancingAlgorithm, PackingPlan, PackingProblem, p
 from hp_nodes.planning.wire import plan_from_bytes, plan_nbytes, plan_to_bytes
 from hp_nodes.transport import Transport
 from hp_nodes.transport.agreement import raise_common
-from hp_nodes.transport.opening import Opening, Status, open_window, row_dtype
+from hp_nodes.transport.opening import Gathered, Opening, Status, open_window, row_dtype
 from hp_nodes.types import Assignment, BalanceReport, Window
 
 __all__ = ["Planner"]
@@ -115,13 +115,12 @@ class Planner(Stage[Window]):
         if opened is None:
             raise StopIteration
         assert window is not None
-        rows, firsts, self._capacity = opened
-        counts = np.array([len(mine) for mine in rows])
-        problem, error = self._problem(window, rows, firsts, before_reading)
+        self._capacity = opened.capacity
+        problem, error = self._problem(window, opened, before_reading)
         plan = self._agreed_plan(problem, error, window)
         self._carry(window, plan)
         self.transport.mark("planned")
-        share = self._assignment(window, np.concatenate(rows), firsts, counts, plan, before_reading)
+        share = self._assignment(window, opened, plan, before_reading)
         report = BalanceReport(
             plan=plan.report, skipped=window.skipped, dropped=window.dropped, plan_digest=_digest(plan)
         )
@@ -191,17 +190,15 @@ class Planner(Stage[Window]):
         )
 
     def _problem(
-        self, window: Window, rows: list[NDArray[np.void]], firsts: NDArray[np.int64], before_reading: bool
+        self, window: Window, opened: Gathered, before_reading: bool
     ) -> tuple[PackingProblem | None, DataPlaneError | None]:
         bins_of_rank = window.num_rounds * self.local_batch_size
         try:
-            numbers = np.concatenate(rows)
-            references, keys = [], []
-            for rank, mine in enumerate(rows):
-                local = np.arange(len(mine)) if before_reading else mine["reference"]
-                references.append(local + rank * bins_of_rank)
-                part = np.zeros(len(mine), dtype=np.int64) if before_reading else mine["part"]
-                keys.append(np.stack([mine["offset"] + firsts[rank], part], axis=1))
+            numbers, origins = opened.rows, opened.origins
+            if before_reading:
+                local, keys = np.arange(len(numbers)) - opened.starts[origins], opened.positions
+            else:
+                local, keys = numbers["reference"], np.stack([opened.positions, numbers["part"]], axis=1)
             if not numbers["cost"].any() and self.padding_cost is None:
                 raise ValueError(
                     "all costs of the window are 0; give a cost_model, a model_config, or SampleMetadata with a cost "
@@ -215,12 +212,12 @@ class Planner(Stage[Window]):
             problem = PackingProblem(
                 numbers["tokens"].astype(np.int64),
                 numbers["cost"],
-                np.concatenate(references).astype(np.int32),
+                local + origins.astype(np.int64) * bins_of_rank,
                 data_parallel_size=self.transport.size,
                 num_rounds=window.num_rounds,
                 local_batch_size=self.local_batch_size,
                 seq_len=self.seq_len,
-                keys=np.concatenate(keys),
+                keys=keys,
                 budgets=budgets,
                 budget_limits=self.packing_budgets if names else None,
                 initial_loads=None if carried is None else carried[2],
@@ -293,35 +290,24 @@ class Planner(Stage[Window]):
             loads = loads + self._loads[2]
         self._loads = window.epoch, window.step, loads
 
-    def _assignment(
-        self,
-        window: Window,
-        numbers: NDArray[np.void],
-        firsts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        plan: PackingPlan,
-        before_reading: bool,
-    ) -> Assignment:
+    def _assignment(self, window: Window, opened: Gathered, plan: PackingPlan, before_reading: bool) -> Assignment:
         bins_of_rank = window.num_rounds * self.local_batch_size
-        me = self.transport.rank
+        me, numbers = self.transport.rank, opened.rows
         owners = plan.bins // bins_of_rank
-        origins = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         mine = np.flatnonzero(owners == me)
-        positions = numbers["offset"][mine] + firsts[origins[mine]]
         parts = np.zeros(len(mine), dtype=np.int32) if before_reading else numbers["part"][mine]
-        order = np.lexsort((parts, positions, plan.bins[mine]))
-        mine = mine[order]
-        start = int(counts[:me].sum())
+        order = np.lexsort((parts, opened.positions[mine], plan.bins[mine]))
+        mine, start = mine[order], opened.starts[me]
         return Assignment(
-            positions=positions[order],
+            positions=opened.positions[mine],
             parts=parts[order],
             indices=numbers["index"][mine] if before_reading else None,
             bins=plan.bins[mine] - me * bins_of_rank,
             tokens=numbers["tokens"][mine].astype(np.int64),
             costs=numbers["cost"][mine].copy(),
-            origins=origins[mine],
-            targets=owners[start : start + int(counts[me])].astype(np.int32),
-            moves=bool((owners != origins).any()),
+            origins=opened.origins[mine],
+            targets=owners[start : start + opened.counts[me]].astype(np.int32),
+            moves=bool((owners != opened.origins).any()),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport.agreement import raise_common
 from hp_nodes.transport.protocol import Transport
 
-__all__ = ["Opening", "Status", "check_statuses", "open_window", "row_dtype"]
+__all__ = ["Gathered", "Opening", "Status", "check_statuses", "open_window", "row_dtype"]
 
 
 def row_dtype(before_reading: bool, budgets: int) -> np.dtype[np.void]:
@@ -62,13 +63,42 @@ class Opening:
     numbers: NDArray[np.void]
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What the openings of all ranks say together. One array for all of them, since there may be thousands."""
+
+    rows: NDArray[np.void]
+    """The rows of every sample, rank by rank."""
+    counts: NDArray[np.int64]
+    """int64[size]: how many of them are whose."""
+    firsts: NDArray[np.int64]
+    """int64[size]: first position of each rank; offsets count from it."""
+    capacity: int
+    """Of the next opening."""
+
+    @cached_property
+    def origins(self) -> NDArray[np.int32]:
+        """int32[rows]: the place that holds each sample now."""
+        return np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """int64[size]: where the rows of each rank begin."""
+        return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """int64[rows]: occurrence position of each sample."""
+        return self.rows["offset"] + self.firsts[self.origins]
+
+
 def open_window(
     transport: Transport,
     mine: Opening | Status | DataPlaneError,
     capacity: int,
     dtype: np.dtype[np.void],
     node: str,
-) -> tuple[list[NDArray[np.void]], NDArray[np.int64], int] | None:
+) -> Gathered | None:
     """Exchange openings.
 
     Args:
@@ -77,8 +107,7 @@ def open_window(
         dtype: of the rows, from :func:`row_dtype`; the same on all ranks.
 
     Returns:
-        The rows of every rank, int64[size] of their first positions, and the next capacity; None when all are at their
-        end.
+        What all ranks brought; None when all are at their end.
 
     Raises:
         DataPlaneError: a rank failed, closed, ended early or is somewhere else; the same on every rank.
@@ -120,8 +149,10 @@ def open_window(
         received = transport.all_gather(sent, f"{node}: numbers")
     else:
         received = received[:, len(head) :]
-    gathered = [received[place, : int(count) * row].copy().view(dtype) for place, count in enumerate(counts)]
-    return gathered, records[:, 7], max(capacity, _with_room(most))
+    # As opaque rows: of structured ones numpy copies field by field.
+    opaque = received.view(np.dtype((np.void, row)))
+    rows_of_all = opaque[np.arange(opaque.shape[1]) < counts[:, None]].view(dtype)
+    return Gathered(rows_of_all, counts, records[:, 7], max(capacity, _with_room(most)))
 
 
 def _with_room(samples: int) -> int:
