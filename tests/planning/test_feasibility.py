@@ -43,3 +43,18 @@ def test_an_infeasible_problem_names_samples_tokens_and_bins() -> None:
         ValueError, match=r"7 samples of 33 tokens .* 3 bins of 11 tokens.*sample at place 0 \(6 tokens\)"
     ):
         plan_packing(problem)
+
+
+def test_budgets_that_cannot_be_kept_are_named() -> None:
+    problem = PackingProblem(
+        [1, 1, 1],
+        np.ones(3),
+        data_parallel_size=2,
+        num_rounds=1,
+        local_batch_size=1,
+        seq_len=11,
+        budgets=[[1.0, 0.0]] * 3,
+        budget_limits={"images": 1, "pixels": 7},
+    )
+    with pytest.raises(ValueError, match=r"no way was found.* and budgets \{'images': 1.0, 'pixels': 7.0\}"):
+        plan_packing(problem)
