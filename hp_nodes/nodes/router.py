@@ -8,10 +8,14 @@ peer, when the plan moves anything. Only samples that change rank are encoded.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
@@ -20,13 +24,13 @@ from hp_nodes.nodes.stage import Stage
 from hp_nodes.transport import Transport
 from hp_nodes.transport.codec import Codec
 from hp_nodes.transport.opening import Status, check_statuses
-from hp_nodes.transport.payload import MAX_EXCHANGE_BYTES, Parcel, Payload, UnsendableSampleError, pack_parcels
+from hp_nodes.transport.payload import MAX_EXCHANGE_BYTES, Arrivals, Parcel, Payload, UnsendableSampleError
 from hp_nodes.types import Assignment, BalanceReport, SampleKey, Window
 
 __all__ = ["Router"]
 
 
-_RECORD = 4  # status, digest of the plan, bytes of the frame for you, bytes of my largest frame
+_RECORD = 4  # status, digest of the plan, bytes of the frame for you, bytes of my largest parcel
 
 
 class Router(Stage[Window]):
@@ -86,9 +90,9 @@ class Router(Stage[Window]):
             arrived = (
                 self.payload.carry(parcels, self._arrivals(share), frame_sizes, largest, self.name)
                 if share.moves
-                else []
+                else None
             )
-            keys, samples = _in_packing_order(window, share, arrived)
+            keys, samples = _in_packing_order(window, share, self.transport.rank, arrived)
         report = self._reported(window, share, parcels, frame_sizes)
         return self.give(window.carried_out(keys, samples, report))
 
@@ -114,10 +118,10 @@ class Router(Stage[Window]):
                 self.codec.check(samples[0])
                 self._checked = True
                 place.at(None)
-            keys = np.array(window.keys, dtype=np.int64).reshape(-1, 3)
-            me, size = self.transport.rank, self.transport.size
+            if not window.assignment.moves:
+                return []
             try:
-                return pack_parcels(keys, samples, targets, me, size, self.codec)
+                return self.payload.pack(_as_array(window.keys), samples, targets)
             except UnsendableSampleError as error:
                 place.at(error.key)
                 raise
@@ -132,7 +136,7 @@ class Router(Stage[Window]):
         """Tell everybody this rank's status and plan, and each peer what it will get.
 
         Returns:
-            Bytes of the frame that comes from each rank, and of the largest frame between any two.
+            Bytes of the frame that comes from each rank, and of the largest parcel between any two.
         """
         records = np.zeros((self.transport.size, _RECORD), dtype=np.int64)
         records[:, 0] = status
@@ -140,7 +144,7 @@ class Router(Stage[Window]):
             digest = hashlib.blake2b(window.plan.bins.tobytes(), digest_size=8).digest()
             records[:, 1] = int.from_bytes(digest, "little", signed=True)
         records[:, 2] = [parcel.frame_nbytes for parcel in parcels] or 0
-        records[:, 3] = records[:, 2].max()
+        records[:, 3] = max((parcel.nbytes for parcel in parcels), default=0)
         each = [8 * _RECORD] * self.transport.size
         told = self.transport.all_to_all(records.view(np.uint8).reshape(-1), each, each, f"{self.name}: sizes")
         told_records = told.view(np.int64).reshape(-1, _RECORD)
@@ -178,11 +182,28 @@ class Router(Stage[Window]):
 
 
 def _in_packing_order(
-    window: Window, share: Assignment, arrived: list[tuple[SampleKey, Any]]
+    window: Window, share: Assignment, me: int, arrived: Arrivals | None
 ) -> tuple[tuple[SampleKey, ...], tuple[Any, ...]]:
     """Kept and arrived samples as the plan wants them."""
     assert window.samples is not None
-    kept = zip(window.keys, window.samples, strict=True)
-    by_place = {(key.position, key.part): (key, sample) for key, sample in (*kept, *arrived)}
-    planned = [by_place[place] for place in zip(share.positions.tolist(), share.parts.tolist(), strict=True)]
-    return tuple(key for key, _ in planned), tuple(sample for _, sample in planned)
+    stay = np.flatnonzero(share.targets == me).tolist()
+    keys, samples = [window.keys[number] for number in stay], [window.samples[number] for number in stay]
+    held = _as_array(keys)
+    if arrived is not None:
+        held = np.concatenate([held, arrived.keys])
+        # Half the time of SampleKey(*key), and there is one for each small sample.
+        keys += map(partial(tuple.__new__, SampleKey), zip(*arrived.keys.T.tolist(), strict=True))
+        samples += arrived.samples
+    theirs, ours = np.lexsort((share.parts, share.positions)), np.lexsort((held[:, 2], held[:, 0]))
+    planned = np.stack([share.positions[theirs], share.parts[theirs]], axis=1)
+    if not np.array_equal(planned, held[ours][:, ::2]):
+        raise ValueError("the samples that are here after the exchange are not those that the plan gave this rank")
+    places = np.empty(len(ours), dtype=np.int64)
+    places[theirs] = ours
+    order = places.tolist()
+    return tuple([keys[place] for place in order]), tuple([samples[place] for place in order])
+
+
+def _as_array(keys: Sequence[SampleKey]) -> NDArray[np.int64]:
+    """int64[n, 3]."""
+    return np.fromiter(chain.from_iterable(keys), np.int64, 3 * len(keys)).reshape(-1, 3)

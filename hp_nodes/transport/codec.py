@@ -16,16 +16,18 @@ Promises:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hp_nodes.transport.codec_checksum import Checksum
 from hp_nodes.transport.codec_decode import ColumnDecoder, read_structure
 from hp_nodes.transport.codec_encode import ColumnEncoder
 from hp_nodes.transport.codec_frame import (
+    ALIGNMENT,
     HEADER_NBYTES,
     Bytes,
     ChunkLayout,
@@ -36,12 +38,13 @@ from hp_nodes.transport.codec_frame import (
     write_header,
 )
 from hp_nodes.transport.codec_pause import collector_paused
+from hp_nodes.transport.send_buffer import SendBuffer
 
 __all__ = ["Codec", "CodecError", "Frame"]
 
-_CHUNK_SAMPLES = 1024
+_CHUNK_SAMPLES = 2048
 # Samples that are taken apart together: enough to spread the cost of a chunk (some 100 µs), few enough that the objects
-# passed over several times stay in the processor's cache (all of 65,536 at once took 2.5 times as long a sample).
+# passed over several times stay in the processor's cache (all of 65,536 at once took twice as long a sample).
 
 
 class Frame:
@@ -68,11 +71,12 @@ class Frame:
         """
         if buffer.dtype != np.uint8 or buffer.shape != (self.nbytes,) or not buffer.flags.c_contiguous:
             raise ValueError(f"buffer is {buffer.dtype}{list(buffer.shape)}; accepted: contiguous uint8[{self.nbytes}]")
-        start = HEADER_NBYTES
+        start, checksum = HEADER_NBYTES, Checksum()
         for chunk in self._chunks:
             chunk.write(buffer[start : start + chunk.nbytes])
             start += chunk.nbytes
-        write_header(buffer, len(self.sizes), len(self._chunks))
+            checksum.add(buffer[HEADER_NBYTES:], start - HEADER_NBYTES)
+        write_header(buffer, len(self.sizes), len(self._chunks), checksum.of(buffer[HEADER_NBYTES:]))
 
     def to_array(self) -> Bytes:
         """The frame in a buffer of its own: uint8[nbytes]."""
@@ -100,14 +104,45 @@ class Codec:
         """
         chunks, sizes = [], [np.zeros(0, np.int64)]
         with collector_paused():
-            for first in range(0, len(samples), _CHUNK_SAMPLES):
-                part = list(samples[first : first + _CHUNK_SAMPLES])
-                encoder = ColumnEncoder(self._allow_pickle)
-                structure, part_sizes = encoder.column(part, _sample_at(first))
-                text = json.dumps(structure, separators=(",", ":")).encode("ascii")
-                chunks.append(ChunkLayout(text, len(part), encoder.blocks))
+            for chunk, part_sizes in self._chunks(samples):
+                chunks.append(chunk)
                 sizes.append(part_sizes)
         return Frame(chunks, np.concatenate(sizes))
+
+    def encode(self, samples: Sequence[Any], into: SendBuffer) -> tuple[int, NDArray[np.int64]]:
+        """Append a frame of these samples, each written while it is at hand: a third faster than ``frame`` and
+        ``write_into`` where samples are small. A buffer that takes no more is left at what it holds.
+
+        Returns:
+            Bytes of the frame, and int64[samples] of payload of each sample.
+
+        Raises:
+            CodecError: as ``frame``; what was appended before is in the buffer.
+        """
+        start, nbytes, checksum, count = into.used, HEADER_NBYTES, Checksum(), 0
+        sizes = [np.zeros(0, np.int64)]
+        into.add(HEADER_NBYTES)
+        with collector_paused():
+            for chunk, part_sizes in self._chunks(samples):
+                if count == 0:
+                    into.expect(chunk.nbytes * len(samples) // len(part_sizes) + ALIGNMENT)
+                if into.add(chunk.nbytes):
+                    chunk.write(into.view(start + nbytes))
+                    checksum.add(into.view(start + HEADER_NBYTES), nbytes + chunk.nbytes - HEADER_NBYTES)
+                nbytes += chunk.nbytes
+                count += 1
+                sizes.append(part_sizes)
+        if not into.overflowed:
+            write_header(into.view(start), len(samples), count, checksum.of(into.view(start + HEADER_NBYTES)))
+        return nbytes, np.concatenate(sizes)
+
+    def _chunks(self, samples: Sequence[Any]) -> Iterator[tuple[ChunkLayout, NDArray[np.int64]]]:
+        for first in range(0, len(samples), _CHUNK_SAMPLES):
+            part = list(samples[first : first + _CHUNK_SAMPLES])
+            encoder = ColumnEncoder(self._allow_pickle)
+            structure, sizes = encoder.column(part, _sample_at(first))
+            text = json.dumps(structure, separators=(",", ":")).encode("ascii")
+            yield ChunkLayout(text, len(part), encoder.blocks), sizes
 
     def decode(self, buffer: Bytes | torch.Tensor) -> list[Any]:
         """The samples of a frame, in their order; tensors and arrays are views of ``buffer``.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from hp_nodes.transport.codec_arrays import array_kind, describe_dtype, encode_arrays, encode_scalars
 from hp_nodes.transport.codec_classes import RecordClass, class_refusal, object_flaw, record_class
 from hp_nodes.transport.codec_frame import Block, CodecError, Where
-from hp_nodes.transport.codec_tensors import are_alike, encode_tensors, tensor_kind, tensor_refusal
+from hp_nodes.transport.codec_tensors import are_alike, encode_tensors, encode_vectors, tensor_kind, tensor_refusal
 
 MAX_DEPTH = 64
 """Levels of nesting of one sample."""
@@ -139,15 +139,21 @@ class ColumnEncoder:
     # ---- arrays
 
     def _tensors(self, values: list[Any], where: Where, depth: int) -> Column:
+        column = self._alike(values)
+        if column is not None:
+            return column
         if not are_alike(values):
             return self._union(values, list(map(tensor_kind, values)), where, depth)
-        refusal = tensor_refusal(values[0])
-        if refusal is not None:
-            return self._others(values, where, refusal)
-        return self._alike(values)
+        return self._others(values, where, tensor_refusal(values[0]))
 
-    def _alike(self, tensors: list[torch.Tensor]) -> Column:
-        node, blocks, sizes = encode_tensors(tensors)
+    def _alike(self, tensors: list[torch.Tensor]) -> Column | None:
+        """The column of tensors that are all alike and can travel; None of others."""
+        encoded = encode_vectors(tensors)
+        if encoded is None:
+            if not are_alike(tensors) or tensor_refusal(tensors[0]) is not None:
+                return None
+            encoded = encode_tensors(tensors)
+        node, blocks, sizes = encoded
         self.blocks.extend(blocks)
         return node, sizes
 
@@ -214,8 +220,9 @@ class ColumnEncoder:
         Tensors that are all alike become one column, whatever their fields (token ids beside labels).
         """
         width = len(names)
-        if width > 1 and set(map(type, items)) == {torch.Tensor} and are_alike(items) and not tensor_refusal(items[0]):
-            node, sizes = self._alike(items)
+        woven = self._alike(items) if width > 1 and set(map(type, items)) == {torch.Tensor} else None
+        if woven is not None:
+            node, sizes = woven
             return ["woven", node], sizes.reshape(-1, width).sum(axis=1)
         children, total = [], np.zeros(len(items) // width, np.int64)
         for place, name in enumerate(names):

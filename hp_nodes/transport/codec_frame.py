@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_nodes.transport.codec_checksum import checksum_of
+
 ALIGNMENT = 64
 """Bytes. A cache line, and a multiple of every item size."""
 
@@ -29,12 +31,11 @@ Write = Callable[[Bytes], None]
 Where = Callable[[int], tuple[int, str]]
 """From the row of a column to the sample it is part of and its path inside it: ``(3, "sample['image'][2]")``."""
 
-_VERSION = 1
+_VERSION = 2
 _MAGIC = b"hp-nodes"
 _HEADER = struct.Struct("=8sHH4xQQQQI")  # magic, version, byte order, length, samples, chunks, checksum, CRC of these
 _CHUNK = struct.Struct("=QQQQ")  # length, samples, bytes of structure, blocks
 _BYTE_ORDER = 0x0102
-_ROW = 512  # words of 8 bytes in one row of the checksum
 
 
 class CodecError(ValueError):
@@ -109,9 +110,9 @@ def _put(target: Bytes, start: int, piece: Bytes) -> int:
 HEADER_NBYTES = aligned(_HEADER.size)
 
 
-def write_header(frame: Bytes, samples: int, chunks: int) -> None:
-    """Seal a frame whose body is written."""
-    checksum = _checksum(frame[HEADER_NBYTES:])
+def write_header(frame: Bytes, samples: int, chunks: int, checksum: int | None = None) -> None:
+    """Seal a frame whose body is written; ``checksum`` is its own, when it is known."""
+    checksum = checksum_of(frame[HEADER_NBYTES:]) if checksum is None else checksum
     head = _HEADER.pack(_MAGIC, _VERSION, _BYTE_ORDER, frame.size, samples, chunks, checksum, 0)[:-4]
     _put(frame, 0, np.frombuffer(head + struct.pack("=I", zlib.crc32(head)), np.uint8))
 
@@ -138,7 +139,7 @@ def read_header(frame: Bytes) -> tuple[int, int]:
         raise CodecError("malformed frame: the header changed on the way")
     if nbytes != frame.size:
         raise CodecError(f"malformed frame: {frame.size} bytes arrived of the {nbytes} that were sent")
-    if _checksum(frame[HEADER_NBYTES:]) != checksum:
+    if checksum_of(frame[HEADER_NBYTES:]) != checksum:
         raise CodecError("malformed frame: the body changed on the way (its checksum differs)")
     if samples > frame.size or chunks > frame.size:
         raise CodecError(f"malformed frame: {samples} samples in {chunks} chunks within {frame.size} bytes")
@@ -176,16 +177,3 @@ def _read_parts(chunk: Bytes, structure: int, blocks: int) -> tuple[bytes, list[
     if start != chunk.size:
         raise CodecError("malformed frame: a chunk is longer than its blocks")
     return chunk[text : text + structure].tobytes(), parts
-
-
-def _checksum(body: Bytes) -> int:
-    """A number that changes with the value and the place of every word of 8 bytes, at the speed of memory.
-
-    The words are laid out in rows of 512; the CRC of all row sums is one half, that of all column sums the other. A
-    change of one word changes its row's sum, an exchange of two words the sums of their columns or of their rows.
-    """
-    words = body.view(np.uint64)
-    whole = words[: words.size // _ROW * _ROW].reshape(-1, _ROW)
-    rows, columns = np.add.reduce(whole, axis=1), np.add.reduce(whole, axis=0)
-    tail = zlib.crc32(words[whole.size :].data)
-    return zlib.crc32(rows.data, tail) << 32 | zlib.crc32(columns.data, tail)

@@ -42,6 +42,10 @@ _shape = attrgetter("shape")
 # One pass for each, the cheapest call first: it brings the tensors into the cache (a fifth faster than dtype first).
 _PROPERTIES = (torch.Tensor.dim, attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout"))
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_DTYPE = attrgetter("dtype")
+_VECTOR_DTYPES = frozenset(dtype for name, dtype in _DTYPES.items() if name in _NATIVE.split() and not dtype.is_complex)
+_SMALL = 4096  # bytes of a tensor: up to here what is looked at costs more than what is copied
+_MANY = 8
 
 
 def are_alike(tensors: list[torch.Tensor]) -> bool:
@@ -64,6 +68,35 @@ def tensor_refusal(tensor: torch.Tensor) -> str | None:
     if tensor.dtype not in _NAMES:
         return f"a tensor of dtype {tensor.dtype}; accepted: the dtypes that are plain numbers, not quantised ones"
     return None
+
+
+def encode_vectors(tensors: list[torch.Tensor]) -> tuple[list[Any], list[Block], NDArray[np.int64]] | None:
+    """As ``encode_tensors``, of many small vectors; None when that is not what they are, whatever the reason.
+
+    They are put together at once, and device, layout, gradient and dimensions are those of the result: ``torch.cat``
+    gives what none of them has only for dtypes, which are compared first. Looking at each property of each tensor
+    would take twice as long.
+    """
+    first = tensors[0]
+    if first.ndim != 1 or first.dtype not in _VECTOR_DTYPES or len(tensors) < _MANY:
+        return None
+    if first.numel() * first.itemsize > _SMALL:
+        return None
+    if len(set(map(_DTYPE, tensors))) != 1 or torch.is_inference_mode_enabled():
+        return None
+    elements = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
+    total = int(elements.sum())
+    if total * first.itemsize > len(tensors) * _SMALL:
+        return None
+    try:
+        with torch.enable_grad():  # or the result would not tell of a gradient
+            flat = torch.cat(tensors)
+    except (RuntimeError, TypeError):
+        return None
+    if flat.ndim != 1 or flat.dtype is not first.dtype or len(flat) != total or tensor_refusal(flat) is not None:
+        return None
+    content = Block.of_array(flat.view(torch.uint8).numpy())
+    return ["tensor", _NAMES[first.dtype], 1], [Block.of_array(elements), content], elements * first.itemsize
 
 
 def encode_tensors(tensors: list[torch.Tensor]) -> tuple[list[Any], list[Block], NDArray[np.int64]]:

@@ -87,7 +87,8 @@ class InProcessTransport:
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
         cuts = np.cumsum(np.asarray(send_sizes, dtype=np.int64))[:-1]
-        everyone = self._meet(f"{where} (all_to_all)", np.split(send, cuts))
+        # A copy: others may read it when this rank is already writing what it sends next.
+        everyone = self._meet(f"{where} (all_to_all)", np.split(send.copy(), cuts))
         pieces = [pieces[self.rank] for pieces in everyone]
         sizes = [len(piece) for piece in pieces]
         if sizes != list(receive_sizes):

@@ -97,7 +97,8 @@ class Transport(Protocol):
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
         """Piece i of ``send`` goes to place i; returns the pieces meant for this rank, in the order of their senders.
 
-        The sizes were agreed before: what place i receives from j is what j sends to i.
+        The sizes were agreed before: what place i receives from j is what j sends to i. Afterwards ``send`` is the
+        caller's again; what is returned is nobody else's.
         """
         ...
 

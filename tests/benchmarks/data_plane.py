@@ -30,7 +30,7 @@ from hp_nodes.planning import CausalAttentionCostModel
 from hp_nodes.transport import DataTopology, Transport, create_transport
 from hp_nodes.transport.codec import Codec
 from hp_nodes.transport.opening import HEAD_NBYTES, row_dtype
-from hp_nodes.transport.payload import Payload, pack_parcels
+from hp_nodes.transport.payload import Payload
 from tests.distributed.ranks import RankPool
 from tests.scenes import Documents, Scene
 
@@ -72,8 +72,7 @@ def samples_of(nbytes: int, total: int) -> list[Any]:
 
 def exchange(transport: Transport, samples: list[Any]) -> Callable[[], Any]:
     """Everything moves: encode, exchange, decode, as the Router does it."""
-    codec = Codec()
-    payload = Payload(transport, codec)
+    payload = Payload(transport, Codec())
     other = 1 - transport.rank
     keys = np.stack([np.arange(len(samples)), np.arange(len(samples)), np.zeros(len(samples), np.int64)], axis=1)
     targets = np.full(len(samples), other, dtype=np.int32)
@@ -81,10 +80,10 @@ def exchange(transport: Transport, samples: list[Any]) -> Callable[[], Any]:
     arrivals[other] = len(samples)
 
     def call() -> Any:
-        parcels = pack_parcels(keys, samples, targets, transport.rank, transport.size, codec)
+        parcels = payload.pack(keys, samples, targets)
         sizes = [0, 0]
         sizes[other] = parcels[other].frame_nbytes  # both have samples of the same sizes
-        return payload.carry(parcels, arrivals, sizes, max(sizes), "benchmark")
+        return payload.carry(parcels, arrivals, sizes, parcels[other].nbytes, "benchmark")
 
     return call
 
@@ -150,7 +149,7 @@ def _measure_memory(nbytes: int, total: int) -> tuple[int, int]:
     _forget_peak()
     kept = exchange(transport, samples)()
     peak = _peak() - before
-    assert len(kept) == len(samples)
+    assert len(kept.samples) == len(samples)
     transport.close()
     return peak, total
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 from hp_nodes.transport.codec import Codec, CodecError
 from hp_nodes.transport.codec_tensors import SUPPORTED_DTYPES
+from hp_nodes.transport.send_buffer import SendBuffer
 from tests.transport.codec_samples import (
     BATCHES,
     NUMPY_DTYPES,
@@ -351,3 +352,82 @@ def test_a_wrong_buffer_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="accepted: contiguous uint8"):
             frame.write_into(buffer)
+
+
+MANY = [torch.arange(float(n % 5)) for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.arange(3),
+        torch.zeros(3, dtype=torch.float64),
+        torch.ones(2, 2),
+        torch.tensor(1.0),
+        torch.zeros(0, 7),
+        torch.arange(6.0)[::2],
+        torch.zeros(100_000),
+    ],
+    ids=lambda odd: f"{odd.dtype} {tuple(odd.shape)}",
+)
+def test_one_tensor_unlike_many_small_ones_comes_back_as_it_was(odd: Any) -> None:
+    for samples in ([*MANY, odd, *MANY], [odd, *MANY], [{"x": vector, "y": odd} for vector in MANY]):
+        assert same(moved(samples), samples)
+
+
+@pytest.mark.parametrize(
+    ("odd", "found"),
+    [
+        (torch.ones(2, requires_grad=True), "requires grad"),
+        (torch.ones(2, device="meta"), "device 'meta'"),
+        (torch.ones(2).to_sparse(), "torch.sparse_coo"),
+    ],
+    ids=str,
+)
+def test_one_that_cannot_travel_among_many_small_ones_is_named(odd: Any, found: str) -> None:
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(CodecError, match=found) as caught:
+            Codec().frame([{"x": vector} for vector in [*MANY, odd, *MANY]])
+        assert caught.value.sample == len(MANY)
+    with torch.inference_mode(), pytest.raises(CodecError, match=found):
+        Codec().frame([*MANY, odd])
+
+
+def test_many_small_vectors_of_a_negated_view_keep_their_values() -> None:
+    samples = [torch.complex(torch.zeros(2), vector[:2] + 1).conj().imag for vector in MANY if len(vector) > 1]
+    assert all(sample.is_neg() for sample in samples)
+    assert all(torch.equal(one, other) for one, other in zip(moved(samples), samples, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(BATCHES, BATCHES)
+def test_frames_appended_to_a_send_buffer_follow_one_another(first: list[Any], second: list[Any]) -> None:
+    codec, buffer = Codec(), SendBuffer()
+    for _ in range(2):  # the second time in the memory of the first
+        buffer.clear()
+        ends = [codec.encode(samples, buffer)[0] for samples in (first, second)]
+        assert buffer.used == sum(ends)
+        assert ends[0] == codec.frame(first).nbytes and same(codec.decode(buffer.view(0, ends[0]).copy()), first)
+        assert same(codec.decode(buffer.view(ends[0]).copy()), second)
+
+
+def test_a_send_buffer_holds_no_more_than_it_may() -> None:
+    codec, buffer = Codec(), SendBuffer()
+    samples = [torch.arange(1000) for _ in range(5000)]
+    nbytes, sizes = codec.encode(samples, buffer)
+    assert not buffer.overflowed and sizes.tolist() == [8000] * 5000
+    buffer.clear(limit=1 << 20)
+    assert codec.encode(samples, buffer)[0] == nbytes
+    assert buffer.overflowed and buffer.used <= 1 << 20
+    buffer.clear()
+    assert codec.encode(samples[:10], buffer)[0] == buffer.used and not buffer.overflowed
+    assert same(codec.decode(buffer.view().copy()), samples[:10])
+
+
+def test_a_send_buffer_gives_back_what_one_large_exchange_took() -> None:
+    codec, buffer = Codec(), SendBuffer()
+    codec.encode([torch.zeros(10_000_000)], buffer)
+    for _ in range(8):
+        buffer.clear()
+        codec.encode([torch.zeros(100_000)], buffer)
+    assert buffer.nbytes < 4_000_000

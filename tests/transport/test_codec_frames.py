@@ -82,7 +82,7 @@ def test_another_version_and_another_byte_order_are_named() -> None:
     newer, swapped = frame.copy(), frame.copy()
     newer[8] += 1
     swapped[10:12] = swapped[10:12][::-1]
-    with pytest.raises(CodecError, match="version 2; this release reads version 1"):
+    with pytest.raises(CodecError, match="version 3; this release reads version 2"):
         Codec().decode(newer)
     with pytest.raises(CodecError, match="another byte order"):
         Codec().decode(swapped)

@@ -23,19 +23,20 @@ def route(mesh: Any, limit: int, seed: int) -> tuple[list[Any], int]:
     lengths = [rng.integers(0, 2000, count) for count in counts]
     mine = [{"ids": np.full(n, me), "place": i} for i, n in enumerate(lengths[me].tolist())]
     keys = np.array([[1000 * me + i, 7, 0] for i in range(len(mine))], dtype=np.int64).reshape(-1, 3)
-    parcels = pack_parcels(keys, mine, targets[me], me, size, codec)
-    sizes = np.array([parcel.frame_nbytes for parcel in parcels], dtype=np.int64)
-    told = transport.all_gather(sizes.view(np.uint8), "sizes").view(np.int64).reshape(size, size)
+    payload = Payload(transport, codec, limit)
+    parcels = payload.pack(keys, mine, targets[me])
+    sizes = np.array([[parcel.frame_nbytes, parcel.nbytes] for parcel in parcels], dtype=np.int64)
+    told = transport.all_gather(sizes.view(np.uint8).reshape(-1), "sizes").view(np.int64).reshape(size, size, 2)
     arrivals = [int((targets[place] == me).sum()) if place != me else 0 for place in range(size)]
     before = transport.exchanges
-    arrived = Payload(transport, codec, limit).carry(parcels, arrivals, told[:, me].tolist(), int(told.max()), "node")
-    for key, sample in arrived:
-        sender, place = divmod(key.position, 1000)
-        assert isinstance(key, SampleKey)
+    arrived = payload.carry(parcels, arrivals, told[:, me, 0].tolist(), int(told[..., 1].max()), "node")
+    for (position, index, part), sample in zip(arrived.keys.tolist(), arrived.samples, strict=True):
+        sender, place = divmod(position, 1000)
+        assert (index, part) == (7, 0)
         assert sample["place"] == place
         assert sample["ids"].tolist() == [sender] * lengths[sender][place]
     expected = [1000 * s + i for s in range(size) if s != me for i, to in enumerate(targets[s]) if to == me]
-    assert sorted(key.position for key, _ in arrived) == expected
+    assert sorted(arrived.keys[:, 0].tolist()) == expected
     return expected, transport.exchanges - before
 
 
