@@ -168,9 +168,14 @@ def test_a_tail_that_fills_no_step_is_dropped_and_counted(ranks: int) -> None:
 
 def test_three_ranks_and_a_tail() -> None:
     """CASES 14."""
-    results = run_ranks({"dp": 3}, lambda mesh: list(numbers_loader(10, 6, mesh)))
-    assert [len(batches) for batches in results] == [1, 1, 1]
-    assert sorted(record for batches in results for batch in batches for record in batch) == list(range(6))
+
+    def run(mesh: Any) -> tuple[list[Any], int]:
+        loader = numbers_loader(10, 6, mesh)
+        return list(loader), loader.last.report.dropped
+
+    results = run_ranks({"dp": 3}, run)
+    assert [(len(batches), dropped) for batches, dropped in results] == [(1, 4)] * 3
+    assert sorted(record for batches, _ in results for batch in batches for record in batch) == list(range(6))
 
 
 def test_restoring_reads_nothing_before_the_cursor() -> None:

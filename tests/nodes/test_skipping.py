@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_nodes import DataPlaneError, SampleReader, WindowSampler
+from hp_nodes import DataPlaneError, SampleKey, SampleReader, WindowSampler
 from hp_nodes.nodes.replacement import MAX_ATTEMPTS, Replacement
 from hp_nodes.samplers import DistributedBatchSampler
 from hp_nodes.state import LoaderState
@@ -58,9 +58,7 @@ def expected(bad: frozenset[int], length: int = 48) -> tuple[list[int], int]:
     return found, failed
 
 
-def _key(position: int) -> Any:
-    from hp_nodes import SampleKey
-
+def _key(position: int) -> SampleKey:
     return SampleKey(position, position)
 
 
@@ -80,8 +78,22 @@ def test_nothing_is_skipped_where_everything_can_be_read() -> None:
 
 
 def test_what_has_no_readable_replacement_is_an_error_that_names_them() -> None:
-    with pytest.raises(RuntimeError, match=r"record 0 cannot be read .*damaged.* nor any of the records \["):
+    """After three attempts."""
+    with pytest.raises(
+        RuntimeError, match=r"record 0 cannot be read .*damaged.* nor any of the records \[\d+, \d+, \d+\] in its place"
+    ):
         read_all(Holes(bad=frozenset(range(48))))
+
+
+def test_what_comes_in_a_records_place_follows_from_seed_epoch_position_and_attempt() -> None:
+    def drawn(seed: int = 5, epoch: int = 0, position: int = 7, index: int = 7, attempt: int = 1) -> Any:
+        return Replacement(seed, 10**9).key(epoch, SampleKey(position, index), attempt)
+
+    assert drawn() == drawn(index=8)  # not from the record that cannot be read
+    assert drawn().position == 7
+    others = [drawn(seed=6), drawn(epoch=1), drawn(position=8), drawn(attempt=2)]
+    assert len({key.index for key in [drawn(), *others]}) == 5
+    assert {Replacement(5, 3).key(0, SampleKey(place, 0), 1).index for place in range(50)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
