@@ -115,18 +115,47 @@ def _latent(fields: Mapping[str, Any]) -> tuple[int, int]:
 def _feed_forward(fields: Mapping[str, Any], layers: int) -> int:
     """FLOPs a token of all layers' gated feed-forward parts: three matrices for each expert a token visits."""
     hidden = _dimension(fields, "hidden_size")
-    kinds = fields.get("mlp_layer_types")
-    if kinds is None:
-        kinds = ["dense"] * layers
-    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise ValueError(
-            f"model_config field 'mlp_layer_types' is {kinds!r}; accepted: {layers} of 'dense' and 'sparse'"
-        )
+    kinds = _kinds_of_layers(fields, layers)
     dense, sparse = kinds.count("dense"), kinds.count("sparse")
     total = dense * 6 * hidden * _dimension(fields, "intermediate_size") if dense else 0
     if sparse:
-        expert = 6 * hidden * _dimension(fields, "moe_intermediate_size")
-        shared = fields.get("n_shared_experts") or 0
-        visited = _dimension(fields, "num_experts_per_tok") + (_dimension(fields, "n_shared_experts") if shared else 0)
-        total += sparse * (visited * expert + 2 * hidden * _dimension(fields, "n_routed_experts"))
+        routed = _experts(fields) or "n_routed_experts"
+        # Mixtral and gpt-oss have no other feed-forward part than experts, and call their size as that of dense layers.
+        of_dense = routed == "num_local_experts" and fields.get("moe_intermediate_size") is None
+        expert = _dimension(fields, "intermediate_size" if of_dense else "moe_intermediate_size")
+        width = expert * _dimension(fields, "num_experts_per_tok")
+        if _given(fields, "n_shared_experts"):
+            width += expert * _dimension(fields, "n_shared_experts")
+        if _given(fields, "shared_expert_intermediate_size"):
+            width += _dimension(fields, "shared_expert_intermediate_size")
+        total += sparse * (6 * hidden * width + 2 * hidden * _dimension(fields, routed))
     return total
+
+
+def _kinds_of_layers(fields: Mapping[str, Any], layers: int) -> list[str]:
+    """Of each layer, "dense" or "sparse". Where ``mlp_layer_types`` does not say, the first ``first_k_dense_replace``
+    layers (DeepSeek-V3), those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th (Qwen) are dense.
+    """
+    kinds = fields.get("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+            raise ValueError(
+                f"model_config field 'mlp_layer_types' is {kinds!r}; accepted: {layers} of 'dense' and 'sparse'"
+            )
+        return list(kinds)
+    if _experts(fields) is None:
+        return ["dense"] * layers
+    first, listed = fields.get("first_k_dense_replace") or 0, fields.get("mlp_only_layers") or ()
+    every = _dimension(fields, "decoder_sparse_step", 1)
+    sparse = [layer >= first and layer not in listed and (layer + 1) % every == 0 for layer in range(layers)]
+    return ["sparse" if has_experts else "dense" for has_experts in sparse]
+
+
+def _experts(fields: Mapping[str, Any]) -> str | None:
+    """The field that counts routed experts; None where there are none."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((name for name in names if _given(fields, name)), None)
+
+
+def _given(fields: Mapping[str, Any], name: str) -> bool:
+    return fields.get(name) not in (None, 0)

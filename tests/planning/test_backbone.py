@@ -57,6 +57,49 @@ def test_experts_count_as_often_as_tokens_visit_them() -> None:
     assert difference == 2 * (expert_layer - 6 * 64 * 128)
 
 
+@pytest.mark.parametrize(
+    ("names", "sparse", "shared"),
+    [
+        ({"n_routed_experts": 16, "first_k_dense_replace": 1, "n_shared_experts": 1}, 2, 32),  # DeepSeek-V3, GLM-4.5
+        ({"num_experts": 16, "decoder_sparse_step": 2, "mlp_only_layers": []}, 1, 0),  # Qwen3-MoE
+        ({"num_experts": 16, "mlp_only_layers": [0], "shared_expert_intermediate_size": 48}, 2, 48),  # Qwen2-MoE
+        ({"num_local_experts": 16}, 3, 0),  # gpt-oss
+        ({"n_routed_experts": None, "first_k_dense_replace": 1}, 0, 0),
+    ],
+    ids=["first layers dense", "every second", "listed layers dense", "all", "none"],
+)
+def test_layers_with_experts_are_found_by_the_names_of_several_models(
+    names: dict[str, Any], sparse: int, shared: int
+) -> None:
+    experts = GROUPED | {"moe_intermediate_size": 32, "num_experts_per_tok": 4} | names
+    difference = BackboneCostModel(experts, 1).per_token - BackboneCostModel(GROUPED, 1).per_token
+    expert_layer = 6 * 64 * (4 * 32 + shared) + 2 * 64 * 16
+    assert difference == sparse * (expert_layer - 6 * 64 * 128)
+
+
+def test_experts_without_a_size_of_their_own_have_that_of_dense_layers() -> None:
+    """Mixtral."""
+    experts = GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    difference = BackboneCostModel(experts, 1).per_token - BackboneCostModel(GROUPED, 1).per_token
+    assert difference == 3 * (6 * 64 * 128 + 2 * 64 * 8)
+
+
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "n_routed_experts", "moe_intermediate_size"])
+@pytest.mark.parametrize("value", [None, 0, -1])
+def test_a_bad_dimension_of_experts_is_refused_by_name(name: str, value: Any) -> None:
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with pytest.raises(ValueError, match=f"'{name}' is {value}; accepted: an int >= 1"):
+        BackboneCostModel(GROUPED | {"mlp_layer_types": ["sparse"] * 3} | sizes | {name: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size"]
+)
+def test_a_bad_dimension_of_latent_attention_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is 0; accepted: an int >= 1"):
+        BackboneCostModel(LATENT | {name: 0})
+
+
 def test_a_query_rank_of_its_own_changes_the_projections() -> None:
     ranked = BackboneCostModel(LATENT | {"q_lora_rank": 3}, 1)
     assert ranked.per_token - BackboneCostModel(LATENT, 1).per_token == 2 * (8 * 3 + 3 * 8 - 8 * 8)
