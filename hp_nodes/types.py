@@ -71,6 +71,9 @@ class WorkloadCost:
                 raise ValueError(f"cost component {name!r} is {value!r}; accepted: a finite number >= 0")
 
 
+_NO_COST = WorkloadCost()
+
+
 @dataclass(frozen=True, slots=True)
 class SampleMetadata:
     """What planning needs to know of a sample.
@@ -87,14 +90,16 @@ class SampleMetadata:
     """
 
     pack_tokens: int
-    cost: WorkloadCost = field(default_factory=WorkloadCost)
+    cost: WorkloadCost = _NO_COST
     features: Mapping[str, float] = field(default_factory=dict)
     packing_costs: Mapping[str, float] = field(default_factory=dict)
     sample_id: Any = None
 
     def __post_init__(self) -> None:
         tokens = self.pack_tokens
-        if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 1:
+        if type(tokens) is not int and (isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer))):
+            raise ValueError(f"pack_tokens is {tokens!r}; accepted: an int >= 1")
+        if tokens < 1:
             raise ValueError(f"pack_tokens is {tokens!r}; accepted: an int >= 1")
         for name, value in self.packing_costs.items():
             if not (math.isfinite(value) and value >= 0):
@@ -217,6 +222,8 @@ class Assignment:
     """int32[n]: data rank that each sample of this rank's own window goes to."""
     moves: bool
     """Whether any sample of any rank changes rank; the same on all."""
+    peers: int
+    """No rank sends samples to more ranks than this, nor receives from more; the same on all."""
 
 
 @dataclass(frozen=True, slots=True)

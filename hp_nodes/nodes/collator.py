@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import failing_at
@@ -50,6 +51,8 @@ class Collator(Stage[MicroBatch]):
         self._before: dict[str, Any] | None = None
         self._skip: tuple[list[int], int] | None = None
         self._reports: list[BalanceReport] = []
+        self._inside: list[NDArray[np.intp]] = []
+        """Places of each round's samples in the window."""
 
     def restore_own(self, entry: Mapping[str, Any] | None) -> None:
         self._window = None
@@ -103,6 +106,7 @@ class Collator(Stage[MicroBatch]):
             self._reports.append(window.report)
         self._window = window
         self._before = before
+        self._inside = self._rounds(window)
 
     def _collate(self, window: Window, number: int) -> MicroBatch:
         assert window.packed is not None
@@ -126,11 +130,19 @@ class Collator(Stage[MicroBatch]):
             report=self._step_report() if ends_step else window.report,
         )
 
+    def _rounds(self, window: Window) -> list[NDArray[np.intp]]:
+        """Places of each round's samples, ascending; none when it is not known where they are."""
+        if window.bins is None:
+            return []
+        rounds = window.bins // self.local_batch_size
+        order = np.argsort(rounds, kind="stable")
+        return np.split(order, np.searchsorted(rounds[order], np.arange(1, window.num_rounds)))
+
     def _contents(self, window: Window, number: int) -> tuple[list[SampleKey], int | None]:
         """Keys of a round's samples, and their tokens when known."""
         if window.bins is None:
             return [], None
-        inside = np.flatnonzero(window.bins // self.local_batch_size == number)
+        inside = self._inside[number]
         tokens = (
             int(window.tokens[inside].sum())
             if window.tokens is not None and len(window.tokens) == len(window.bins)

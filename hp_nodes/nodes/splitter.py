@@ -62,7 +62,7 @@ class Splitter(Stage[Window]):
                     parts = list(self.split_fn(record))
                 if not parts:
                     raise ValueError("split_fn gave no sequence; a record has at least one")
-                keys.extend(key._replace(part=part) for part in range(len(parts)))
+                keys.extend([SampleKey(key.position, key.index, part) for part in range(len(parts))])
                 samples.extend(parts)
                 bins.extend([home] * len(parts))
         reference = np.array(bins, dtype=np.int32)

@@ -6,7 +6,6 @@ Everything behind this border trusts its types.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -287,9 +286,9 @@ def _optional(name: str, values: ArrayLike | None, shape: tuple[int, ...]) -> ND
     if values is None:
         return None
     given = _numbers(name, values, shape)
-    bad = [float(value) for value in given if not (math.isfinite(value) and value >= 0)][:1]
-    if bad:
-        raise ValueError(f"{name} holds {bad[0]}; accepted: finite numbers >= 0")
+    bad = given[~(np.isfinite(given) & (given >= 0))]
+    if len(bad):
+        raise ValueError(f"{name} holds {float(bad[0])}; accepted: finite numbers >= 0")
     return given
 
 
