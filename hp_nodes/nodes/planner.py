@@ -298,6 +298,9 @@ class Planner(Stage[Window]):
         parts = np.zeros(len(mine), dtype=np.int32) if before_reading else numbers["part"][mine]
         order = np.lexsort((parts, opened.positions[mine], plan.bins[mine]))
         mine, start = mine[order], opened.starts[me]
+        going = np.flatnonzero(owners != opened.origins)
+        leaving, arriving = np.bincount(opened.origins[going]), np.bincount(owners[going])
+        most = max(int(leaving.max(initial=0)), int(arriving.max(initial=0)))
         return Assignment(
             positions=opened.positions[mine],
             parts=parts[order],
@@ -307,7 +310,8 @@ class Planner(Stage[Window]):
             costs=numbers["cost"][mine].copy(),
             origins=opened.origins[mine],
             targets=owners[start : start + opened.counts[me]].astype(np.int32),
-            moves=bool((owners != opened.origins).any()),
+            moves=most > 0,
+            peers=min(most, self.transport.size - 1),
         )
 
 

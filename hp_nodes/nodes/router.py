@@ -88,7 +88,7 @@ class Router(Stage[Window]):
         share = window.assignment
         with located, failing_at(self.name, epoch=window.epoch, step=window.step):
             arrived = (
-                self.payload.carry(parcels, self._arrivals(share), frame_sizes, largest, self.name)
+                self.payload.carry(parcels, self._arrivals(share), frame_sizes, largest, share.peers, self.name)
                 if share.moves
                 else None
             )
@@ -165,7 +165,8 @@ class Router(Stage[Window]):
         """How many samples come from each rank."""
         counts = np.bincount(share.origins, minlength=self.transport.size)
         counts[self.transport.rank] = 0
-        return [int(count) for count in counts]
+        arrivals: list[int] = counts.tolist()
+        return arrivals
 
     def _reported(
         self, window: Window, share: Assignment, parcels: list[Parcel], frame_sizes: list[int]
@@ -175,7 +176,7 @@ class Router(Stage[Window]):
         return replace(
             window.report,
             samples_sent=sum(len(parcel.keys) for parcel in parcels),
-            samples_received=sum(self._arrivals(share)),
+            samples_received=int((share.origins != self.transport.rank).sum()),
             bytes_sent=sum(parcel.frame_nbytes for parcel in parcels),
             bytes_received=sum(frame_sizes),
         )

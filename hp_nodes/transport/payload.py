@@ -129,9 +129,11 @@ def _write_keys(keys: NDArray[np.int64], place: Bytes) -> None:
     place[keys.nbytes :] = 0
 
 
-def pieces_needed(largest: int, size: int, limit: int) -> int:
-    """Pieces in which no rank sends or receives more than about ``limit`` bytes, if no parcel exceeds ``largest``."""
-    return max(1, -(-largest * size // limit))
+def pieces_needed(largest: int, peers: int, limit: int) -> int:
+    """Pieces in which no rank sends or receives more than about ``limit`` bytes, if no parcel exceeds ``largest`` and
+    no rank has more than ``peers`` to send to, or to receive from.
+    """
+    return max(1, -(-largest * peers // limit))
 
 
 class Payload:
@@ -154,7 +156,7 @@ class Payload:
         return pack_parcels(keys, samples, targets, place, size, self._codec, self._outbox)
 
     def carry(
-        self, parcels: list[Parcel], arrivals: list[int], frame_sizes: list[int], largest: int, node: str
+        self, parcels: list[Parcel], arrivals: list[int], frame_sizes: list[int], largest: int, peers: int, node: str
     ) -> Arrivals:
         """Exchange the parcels that :meth:`pack` returned last.
 
@@ -162,11 +164,12 @@ class Payload:
             parcels: by place.
             arrivals, frame_sizes: samples, and bytes of their frame, that come from each place.
             largest: bytes of the largest parcel between any two ranks; the same on all.
+            peers: no rank sends to more ranks, nor receives from more; the same on all.
 
         Returns:
             Keys and samples that arrived, by sender.
         """
-        pieces = pieces_needed(largest, self._transport.size, self._limit)
+        pieces = pieces_needed(largest, peers, self._limit)
         if pieces == 1:
             return self._opened(self._exchange(parcels, arrivals, frame_sizes, node), arrivals, frame_sizes)
         found: list[Arrivals] = []

@@ -83,7 +83,7 @@ def exchange(transport: Transport, samples: list[Any]) -> Callable[[], Any]:
         parcels = payload.pack(keys, samples, targets)
         sizes = [0, 0]
         sizes[other] = parcels[other].frame_nbytes  # both have samples of the same sizes
-        return payload.carry(parcels, arrivals, sizes, parcels[other].nbytes, "benchmark")
+        return payload.carry(parcels, arrivals, sizes, parcels[other].nbytes, 1, "benchmark")
 
     return call
 

@@ -29,7 +29,7 @@ def route(mesh: Any, limit: int, seed: int) -> tuple[list[Any], int]:
     told = transport.all_gather(sizes.view(np.uint8).reshape(-1), "sizes").view(np.int64).reshape(size, size, 2)
     arrivals = [int((targets[place] == me).sum()) if place != me else 0 for place in range(size)]
     before = transport.exchanges
-    arrived = payload.carry(parcels, arrivals, told[:, me, 0].tolist(), int(told[..., 1].max()), "node")
+    arrived = payload.carry(parcels, arrivals, told[:, me, 0].tolist(), int(told[..., 1].max()), size - 1, "node")
     for (position, index, part), sample in zip(arrived.keys.tolist(), arrived.samples, strict=True):
         sender, place = divmod(position, 1000)
         assert (index, part) == (7, 0)
@@ -53,6 +53,7 @@ def test_number_of_pieces() -> None:
     assert pieces_needed(0, 8, 100) == 1
     assert pieces_needed(100, 4, 400) == 1
     assert pieces_needed(101, 4, 400) == 2
+    assert pieces_needed(100, 0, 400) == 1
 
 
 def test_the_sample_that_cannot_travel_is_named() -> None:
