@@ -239,19 +239,16 @@ class _WindowPull:
 
     def _check_plans(self, told: NDArray[np.int64]) -> None:
         """Of each rank, who planned with it and the digest; a rank whose graph has lost its reports says nothing."""
-        first = {int(group): place for place, (group, _) in reversed(list(enumerate(told.tolist()))) if group >= 0}
-        digests = told[:, 1].tolist()
-        different = [
-            (place, first[group])
-            for place, group in enumerate(told[:, 0].tolist())
-            if group >= 0 and digests[place] != digests[first[group]]
-        ]
-        if different:
+        speaking = np.flatnonzero(told[:, 0] >= 0)
+        _, first, group = np.unique(told[speaking, 0], return_index=True, return_inverse=True)
+        leading = speaking[first][group]
+        different = np.flatnonzero(told[speaking, 1] != told[leading, 1])
+        if len(different):
             ranks = self._transport.global_ranks
-            place, other = different[0]
+            apart_from_them, other = [ranks[place] for place in speaking[different]], ranks[leading[different[0]]]
             apart = DataPlaneError(
-                f"ranks {[ranks[place] for place, _ in different]} have another plan than rank {ranks[other]}",
-                rank=ranks[place],
+                f"ranks {apart_from_them} have another plan than rank {other}",
+                rank=apart_from_them[0],
                 node=self._name,
             )
             apart.agreed = True
