@@ -13,6 +13,7 @@ With one round, levels are all the same: then it evens out the totals of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
 
-__all__ = ["NEVER", "Effort", "ExchangeSets", "disturb", "forbid", "improve", "moved"]
+__all__ = ["NEVER", "Effort", "ExchangeSets", "disturb", "forbid", "improve", "level_off", "moved"]
 
 NEVER = np.iinfo(np.int64).max // 4
 IDLE = 3
@@ -54,27 +55,52 @@ class Effort:
 
 def improve(packing: Packing, target: float, effort: Effort) -> None:
     """Changes ``packing`` until its levels sum up to ``target``, nothing gets better, or the effort is spent."""
+    for _ in _sweeps(packing, target, effort, None):
+        pass
+
+
+def level_off(packing: Packing, goals: NDArray[np.int64], target: float, effort: Effort) -> NDArray[np.int32]:
+    """The best bins met on the way to levels of ``goals``, int64[rounds], descending.
+
+    Some levels may rise while others fall, and the sum of all for a while: it passes by plans in which
+    :func:`improve` ends.
+    """
+    least, best = NEVER, packing.bins
+    for level_sum in _sweeps(packing, target, effort, goals):
+        if level_sum < least:
+            least, best = level_sum, packing.bins.copy()
+    return best
+
+
+def _sweeps(packing: Packing, target: float, effort: Effort, goals: NDArray[np.int64] | None) -> Iterator[int]:
+    """Sweeps, and gives the sum of the levels before each and after the last."""
     instance = packing.instance
     if instance.units < 2:
         return
     idle = 0
-    sums: list[int] = []
+    far: list[float] = []
     for sweep in range(effort.sweeps):
-        slack = _slack(packing)
-        sums.append(slack.level_sum)
+        slack = _slack(packing, goals)
+        yield slack.level_sum
         if slack.level_sum <= target:
             return
-        earlier = sums[-1 - effort.patience] if sweep >= effort.patience else None
-        if earlier is not None and earlier - sums[-1] < effort.worthwhile * (earlier - target):
+        far.append(slack.level_sum - target if goals is None else float(np.maximum(slack.excess, 0).sum()))
+        earlier = far[-1 - effort.patience] if sweep >= effort.patience else None
+        if earlier is not None and earlier - far[-1] < effort.worthwhile * earlier:
             return
         packing.index()
         sets = ExchangeSets(packing, thorough=sweep >= effort.sweeps - effort.thorough)
-        # With one round, only what is above the target needs to give: few, soon, so each can look at more partners.
-        above = int((packing.load > target).sum()) if instance.rounds == 1 else len(slack.order)
+        # With goals, only what is above them needs to give: few, soon, so each can look at more partners.
+        above = len(slack.order)
+        if goals is not None:
+            above = int((slack.excess > 0).sum())
+        elif instance.rounds == 1:
+            above = int((packing.load > target).sum())
         giving, taking = _pairs(slack.order, above, effort.exchanges // (sets.num * sets.num), sweep)
         idle = 0 if _sweep(packing, sets, slack.excess, giving, taking, sweep) else idle + 1
-        if idle >= (IDLE if instance.rounds > 1 else 4 * IDLE):
+        if idle >= (IDLE if instance.rounds > 1 and goals is None else 4 * IDLE):
             return
+    yield _slack(packing, goals).level_sum
 
 
 def disturb(packing: Packing, random: np.random.RandomState) -> bool:
@@ -107,12 +133,12 @@ class _Slack:
     level_sum: int
 
 
-def _slack(packing: Packing) -> _Slack:
+def _slack(packing: Packing, goals: NDArray[np.int64] | None) -> _Slack:
     ranks = packing.instance.ranks
     order = np.argsort(-packing.load, kind="stable")
     levels = packing.load[order][::ranks]
     excess = packing.load.copy()
-    excess[order] -= np.repeat(levels, ranks)
+    excess[order] -= np.repeat(levels if goals is None else goals, ranks)
     return _Slack(excess, np.argsort(-excess, kind="stable"), int(levels.sum()))
 
 

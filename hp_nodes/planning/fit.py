@@ -1,4 +1,9 @@
-"""Best-fit decreasing (Johnson et al. 1974): packs by tokens alone, when nothing else found a packing."""
+"""Packs by tokens alone, when nothing else found a packing: best-fit decreasing, then least slack, bin by bin.
+
+Best-fit decreasing: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms (1974).
+Least slack: Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing problem (1999), with the
+subset of each bin found by dynamic programming; it finds bins that are filled to their last token.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,23 @@ from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
 from hp_nodes.planning.repair import repair
 
-__all__ = ["best_fit_decreasing"]
+__all__ = ["fit"]
+
+MOST_BITS = 1 << 32
+"""Least slack is tried up to this many bits of sums over all bins: about a tenth of a second each time."""
+ATTEMPTS = 16
+BUDGET_TRIES = 8
 
 
-def best_fit_decreasing(instance: Instance) -> NDArray[np.int32] | None:
+def fit(instance: Instance) -> NDArray[np.int32] | None:
     """The bin of each sample, no bin empty; None when some samples found none."""
+    bins = _best_fit_decreasing(instance)
+    if bins is None:
+        bins = _least_slack(instance)
+    return None if bins is None else _spread(instance, bins)
+
+
+def _best_fit_decreasing(instance: Instance) -> NDArray[np.int32] | None:
     bins = np.full(len(instance.tokens), -1, np.int32)
     rooms = [(instance.capacity, number) for number in range(instance.num_bins)]
     left = np.tile(instance.limits, (instance.num_bins, 1))
@@ -36,7 +53,69 @@ def best_fit_decreasing(instance: Instance) -> NDArray[np.int32] | None:
             insort(rooms, (room - tokens, number))
     if nowhere and not repair(instance, bins, np.array(nowhere)):
         return None
-    return _spread(instance, bins)
+    return bins
+
+
+def _least_slack(instance: Instance) -> NDArray[np.int32] | None:
+    """What an attempt left over comes first in the next (squeaky wheel optimisation: Joslin and Clements 1999)."""
+    if instance.num_bins * len(instance.tokens) * instance.capacity > MOST_BITS:
+        return None
+    first: list[int] = []
+    for _ in range(ATTEMPTS):
+        bins, left = _filled_in_turn(instance, first)
+        if not left:
+            return bins
+        first = left + [sample for sample in first if sample not in left]
+    return None
+
+
+def _filled_in_turn(instance: Instance, first: list[int]) -> tuple[NDArray[np.int32], list[int]]:
+    """Each bin takes one of ``first`` or the longest sample that is left, and those, long ones first, that fill it
+    best; returns bins and the samples that are left."""
+    bins = np.full(len(instance.tokens), -1, np.int32)
+    tokens = instance.tokens
+    left = instance.by_tokens
+    for number in range(instance.num_bins):
+        if not len(left):
+            break
+        urgent = next((sample for sample in first if bins[sample] < 0), int(left[-1]))
+        chosen = np.array([urgent])
+        left = left[left != urgent]
+        room = instance.capacity - int(tokens[urgent])
+        others = left[
+            (tokens[left] <= room) & (instance.needs[left] + instance.needs[urgent] <= instance.limits).all(axis=1)
+        ]
+        for _ in range(BUDGET_TRIES):
+            chosen = np.append(urgent, others[_fullest(tokens[others].tolist(), room)])
+            above = instance.needs[chosen].sum(axis=0) - instance.limits
+            if (above <= 0).all():
+                break
+            # Without the one that takes most of the budget that is exceeded most.
+            column = int(above.argmax())
+            others = others[others != chosen[1:][instance.needs[chosen[1:], column].argmax()]]
+        else:
+            chosen = chosen[:1]
+        bins[chosen] = number
+        left = left[bins[left] < 0]
+    return bins, left.tolist()
+
+
+def _fullest(ascending: list[int], room: int) -> list[int]:
+    """Places, last first, of the values whose sum is the highest up to ``room``; the highest values of these."""
+    if room <= 0:
+        return []
+    mask = (1 << (room + 1)) - 1
+    reached = [1]  # bit s of reached[i]: some of the first i values sum up to s
+    for value in ascending:
+        reached.append(reached[-1] | (reached[-1] << value & mask))
+    places = []
+    rest = reached[-1].bit_length() - 1
+    for place in range(len(reached) - 2, -1, -1):
+        value = ascending[place]
+        if value <= rest and reached[place] >> (rest - value) & 1:
+            places.append(place)
+            rest -= value
+    return places
 
 
 def _spread(instance: Instance, bins: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hp_nodes.planning.bounds import Bound, interpolated, largest_first
 from hp_nodes.planning.instance import Instance
 
-__all__ = ["Levels", "first_floor", "highest_floor", "level_out", "next_floor"]
+__all__ = ["Levels", "first_floor", "goals", "highest_floor", "level_out", "next_floor"]
 
 HALVINGS = 40
 ALIKE = 1e-3
@@ -56,6 +56,14 @@ def next_floor(instance: Instance, bound: Bound, bins: NDArray[np.int32]) -> NDA
     np.maximum.at(largest, units, instance.costs)
     by_round = largest[np.argsort(-loads, kind="stable")].reshape(instance.rounds, instance.ranks).max(axis=1)
     return np.maximum(bound.floor, np.maximum.accumulate(by_round[::-1])[::-1])
+
+
+def goals(floor: NDArray[np.float64], total: float) -> NDArray[np.int64]:
+    """int64[rounds], descending: levels that are even, but for rounds that must be higher, and sum up to ``total``."""
+    floor = np.maximum.accumulate(floor[::-1])[::-1]
+    rest = total - np.concatenate([[0], np.cumsum(floor)[:-1]])
+    even = rest / np.arange(len(floor), 0, -1)
+    return np.asarray(np.maximum(floor, even[np.argmax(even >= floor)]), np.int64)
 
 
 def level_out(instance: Instance, bound: Bound, floor: NDArray[np.float64]) -> Levels:

@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_nodes.planning.algorithm import BalancingAlgorithm, assign_checked, score
+from hp_nodes.planning.alone import bound_alone, bounds_alone, plan_alone
 from hp_nodes.planning.bounds import lower_bound
 from hp_nodes.planning.feasibility import explain_infeasible, refuse_hopeless
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.objectives import check_objective, evaluate
 from hp_nodes.planning.problem import PackingProblem
 from hp_nodes.planning.report import relative_gain
-from hp_nodes.planning.search import arranged, search
+from hp_nodes.planning.search import CLOSE, arranged, levelled, search
 from hp_nodes.types import PackingPlan, PlanReport
 
 __all__ = ["plan_packing"]
@@ -52,13 +53,9 @@ def plan_packing(
     if algorithm is not None:
         found = instance.canonical(assign_checked(algorithm, problem))
     else:
-        view = instance if objective == "lockstep" else instance.in_one_round()
-        packed = search(view, judge.ints, objective)
-        if packed is None:
-            raise ValueError(explain_infeasible(problem))
-        found = arranged(instance, packed, objective)
+        found = _found(problem, instance, judge, objective)
     reference = instance.reference
-    usable = reference is not None and bool(np.bincount(reference, minlength=instance.num_bins).all())
+    usable = _usable(instance)
     before = None if reference is None else judge(reference)
     gain = None if before is None else relative_gain(before, judge(found))
     accepted = gain is None or gain > gate or not usable
@@ -71,6 +68,37 @@ def plan_packing(
     )
 
 
+def _found(problem: PackingProblem, instance: Instance, judge: _Judge, objective: str) -> NDArray[np.int32]:
+    """The best plan that the search finds: of all rounds together, or of each alone where that turns out better."""
+    packed = search(judge.view, judge.ints, objective)
+    if packed is None:
+        raise ValueError(explain_infeasible(problem))
+    packed = arranged(instance, packed, objective)
+    if instance.rounds == 1 or not _usable(instance):
+        return packed
+    bounds: list[float] = []
+    if objective == "lockstep":
+        if judge(packed) <= bound_alone(instance) / instance.scale * (1 + CLOSE):
+            return packed
+        bounds = bounds_alone(problem)
+        if judge(packed) <= sum(bounds) * (1 + CLOSE):
+            return packed
+        packed = arranged(instance, levelled(judge.view, judge.ints, packed), objective)
+    close = CLOSE**2 if objective == "balance" else max(judge.bound()[0], sum(bounds)) * (1 + CLOSE)
+    if judge(packed) <= close:
+        return packed
+    alone = plan_alone(problem, objective, plan_packing, judge(packed), bounds)
+    if alone is None:
+        return packed
+    return min(packed, arranged(instance, instance.canonical(alone), objective), key=judge)
+
+
+def _usable(instance: Instance) -> bool:
+    """Whether the reference is a plan: no bin is empty."""
+    reference = instance.reference
+    return reference is not None and bool(np.bincount(reference, minlength=instance.num_bins).all())
+
+
 class _Judge:
     """The objective of bins, in the unit of the costs."""
 
@@ -78,8 +106,8 @@ class _Judge:
         self.instance = instance
         self.algorithm = algorithm
         self.objective = objective if algorithm is None else type(algorithm).__name__
-        view = instance if objective == "lockstep" else instance.in_one_round()
-        self.ints = lower_bound(view, objective)
+        self.view = instance if objective == "lockstep" else instance.in_one_round()
+        self.ints = lower_bound(self.view, objective)
 
     def __call__(self, bins: NDArray[np.int32]) -> float:
         loads = self.instance.loads(bins)

@@ -10,7 +10,7 @@ other
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from hp_nodes.planning.arrange import arrange_ranks, arrange_rounds, keep_identical, sort_rounds_of_ranks
 from hp_nodes.planning.bounds import Bound
 from hp_nodes.planning.construct import construct
-from hp_nodes.planning.exchange import Effort, disturb, improve
-from hp_nodes.planning.fit import best_fit_decreasing
+from hp_nodes.planning.exchange import Effort, disturb, improve, level_off
+from hp_nodes.planning.fit import fit
 from hp_nodes.planning.instance import Instance
-from hp_nodes.planning.levels import Levels, first_floor, highest_floor, level_out, next_floor
+from hp_nodes.planning.levels import Levels, first_floor, goals, highest_floor, level_out, next_floor
 from hp_nodes.planning.objectives import evaluate
 from hp_nodes.planning.packing import Packing
 from hp_nodes.planning.repair import repair
 
-__all__ = ["arranged", "search"]
+__all__ = ["CLOSE", "arranged", "levelled", "search"]
 
 CLOSE = 1e-4
 """A plan this close to the bound, relatively, is not improved further."""
@@ -38,6 +38,8 @@ NEAR = 0.002
 """A small window's plan this close to the bound is not disturbed."""
 KICKS = 6
 KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
+LONG = Effort(sweeps=100, exchanges=40_000, thorough=90, worthwhile=0.05, patience=20)
+"""How hard to search when all levels are known."""
 LEARNT = 3
 """Times that levels are learnt anew from a packing."""
 MOST_TRIED = 6
@@ -66,7 +68,7 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
     """
     candidates = [*_built(instance, bound, objective), *_exchanged(instance, bound, objective)]
     if not candidates:
-        fitted = best_fit_decreasing(instance)
+        fitted = fit(instance)
         if fitted is None:
             return None
         candidates.append(_Candidate(_value(instance, fitted, objective), fitted))
@@ -82,6 +84,12 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
     if _small(instance):
         best = _kicked(instance, best, max(target, bound.value * (1 + NEAR)), objective)
     return best.bins
+
+
+def levelled(instance: Instance, bound: Bound, bins: NDArray[np.int32]) -> NDArray[np.int32]:
+    """``bins`` brought closer to the bound of ``lockstep``: a longer search, for where the bound can be reached."""
+    target = _enough(instance, bound, "lockstep")
+    return level_off(Packing(instance, bins), goals(bound.floor, target), target, LONG)
 
 
 def _kicked(instance: Instance, best: _Candidate, target: float, objective: str) -> _Candidate:
@@ -193,7 +201,7 @@ def _effort(instance: Instance) -> Effort:
     # With a price for padding each exchange takes longer to weigh.
     exchanges = 40_000 if instance.padding is None else 15_000
     if instance.rounds == 1:
-        return Effort(sweeps=100, exchanges=exchanges, thorough=90, worthwhile=0.05, patience=20)
+        return replace(LONG, exchanges=exchanges)
     if _small(instance):
         return Effort(sweeps=20, exchanges=exchanges * 3 // 4, thorough=16, worthwhile=0.02)
     return Effort(sweeps=10, exchanges=exchanges, worthwhile=0.04)
