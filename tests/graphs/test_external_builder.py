@@ -1,0 +1,127 @@
+"""CONTRACT 10 through the builder: groups, the gate, what a loader of external steps can and cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from graphs import DistributedDatasetConfig, build_distributed_dataloader
+from hp_nodes import DataPlaneError, DistributedDataLoader
+from hp_nodes.transport import run_ranks
+from tests.graphs.external_scene import rounds, samples_of, weigh
+from tests.scenes import pickled
+
+
+def build(mesh: Any, steps: Any, **settings: Any) -> DistributedDataLoader:
+    config = DistributedDatasetConfig(**{"seq_len": 64, "local_batch_size": 2, "timeout_s": 10.0, **settings})
+    return build_distributed_dataloader(None, mesh, config, external_step_source=steps, metadata_fn=weigh)
+
+
+def heavy_and_light(rank: int) -> list[Any]:
+    """Costs 9 on ranks 0 and 2 and 1 elsewhere in step 0; in step 1 all are equal."""
+    return rounds(rank, [9 if rank in (0, 2) else 1, 1])
+
+
+@pytest.mark.parametrize("size", [2, 4, 1])
+def test_samples_move_within_groups_of_consecutive_ranks(size: int) -> None:
+    def run(mesh: Any) -> list[Any]:
+        with build(mesh, heavy_and_light(mesh.get_rank()), balance_group_size=size) as loader:
+            return [(samples_of(batch), loader.last.report) for batch in loader]
+
+    results = run_ranks({"dp": 4}, run)
+    for rank, ((step_0, report_0), (step_1, report_1)) in enumerate(results):
+        group = range(rank // size * size, rank // size * size + size)
+        assert {brought_by for brought_by, _, _ in step_0} <= set(group)
+        assert sum(cost for *_, cost in step_0) == (10 if size > 1 else (18 if rank in (0, 2) else 2))
+        assert step_1 == samples_of(heavy_and_light(rank)[1])
+        assert report_1.samples_sent == report_1.samples_received == 0
+        assert len(report_0.plan.costs_after) == size  # a report is the group's
+    for first in range(0, 4, size):
+        held = sorted(sample for steps in results[first : first + size] for sample in steps[0][0])
+        assert held == sorted(s for rank in range(first, first + size) for s in samples_of(heavy_and_light(rank)[0]))
+
+
+@pytest.mark.parametrize("gain", [0.4, 0.5])
+def test_samples_move_only_when_the_gain_is_enough(gain: float) -> None:
+    """18 to 10 is a gain of 0.444."""
+
+    def run(mesh: Any) -> list[Any]:
+        steps = heavy_and_light(mesh.get_rank())[:1]
+        with build(mesh, steps, balance_group_size=2, min_balance_gain=gain) as loader:
+            return [samples_of(batch) == samples_of(steps[0]) for batch in loader]
+
+    assert run_ranks({"dp": 4}, run) == [[gain > 0.444]] * 4
+
+
+class TwoRounds:
+    """A step is two rounds; it can say where it stands."""
+
+    rounds_per_step = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.place = rank, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in rounds(self.rank, [1 + self.rank, 9, 1, 5 - self.rank, 2, 2, 7])[self.place :]:
+            self.place += 1
+            yield item
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_of_several_rounds_resume_at_their_beginning_on_as_many_ranks(size: int) -> None:
+    def run(mesh: Any) -> Any:
+        with build(mesh, TwoRounds(mesh.get_rank()), balance_group_size=size) as loader:
+            found, states = [], [pickled(loader.state_dict())]
+            for batch in loader:
+                found.append((loader.last.step, loader.last.round, samples_of(batch)))
+                states.append(pickled(loader.state_dict()))
+            assert loader.last.report.dropped == 4  # the last round, two bins on each of two ranks
+        assert [place for *place, _ in found] == [[step, number] for step in range(3) for number in range(2)]
+        for place, state in enumerate(states[:-1]):
+            with build(mesh, TwoRounds(mesh.get_rank()), balance_group_size=size) as again:
+                again.load_state_dict(state)
+                rest = [(again.last.step, again.last.round, samples_of(batch)) for batch in again]
+                assert rest == found[place // 2 * 2 :]
+        return states[2]
+
+    state = run_ranks({"dp": 2}, run)[0]
+    with pytest.raises(ValueError, match="data_parallel_size: saved 2, now 1|2 data ranks"):
+        run_ranks({"dp": 1}, lambda mesh: build(mesh, TwoRounds(0)).load_state_dict(state))
+
+
+def test_what_a_loader_of_external_steps_does_not_know_it_says() -> None:
+    def run(mesh: Any) -> None:
+        with build(mesh, heavy_and_light(mesh.get_rank()), dataset_already_sharded=True) as loader:
+            with pytest.raises(TypeError, match="how many micro-batches"):
+                len(loader)
+            with pytest.raises(ValueError, match="the step source, a list, cannot say where it stands.*accepted"):
+                loader.state_dict()
+            assert len(list(loader)) == len(list(loader)) == 2  # a list can be gone through once more
+
+    run_ranks({"dp": 2}, run)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_another_number_of_bins_is_named_on_every_rank_of_every_group(size: int | None) -> None:
+    """CASES 6."""
+
+    def run(mesh: Any) -> str:
+        rank = mesh.get_rank()
+        steps = rounds(rank, [1], 2 if rank == 1 else 3)
+        with build(mesh, steps, local_batch_size=3, balance_group_size=size) as loader:
+            with pytest.raises(DataPlaneError) as caught:
+                list(loader)
+            return str(caught.value)
+
+    texts = run_ranks({"dp": 4}, run)
+    assert len(set(texts)) == 1
+    assert "rank 1 yielded 2 bins, 3 are needed" in texts[0]
