@@ -61,7 +61,7 @@ class Splitter(Stage[Window]):
                 with occurrence(self.seed, window.epoch, key.position):
                     parts = list(self.split_fn(record))
                 if not parts:
-                    raise ValueError("split_fn gave no sequence; a record has at least one")
+                    raise ValueError("split_fn gave no sequence; accepted: at least one for each record")
                 keys.extend([SampleKey(key.position, key.index, part) for part in range(len(parts))])
                 samples.extend(parts)
                 bins.extend([home] * len(parts))
