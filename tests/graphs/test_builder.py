@@ -295,9 +295,11 @@ def test_samplers_that_start_at_different_places() -> None:
 
 def test_peers_need_no_data_and_get_equal_batches() -> None:
     def run(mesh: Any) -> list[Any]:
-        dataset = Counting() if mesh.get_rank() in CONSTRUCTORS else None
-        with build(mesh, dataset, config_balance_window_size=1) as loader:
-            return [(batch, loader.last.epoch, loader.last.step, loader.last.ends_step) for batch in loader]
+        dataset, sampler = Counting() if mesh.get_rank() in CONSTRUCTORS else None, sampler_for(mesh)
+        with build(mesh, dataset, batch_sampler=sampler, config_balance_window_size=1) as loader:
+            found = [(batch, loader.last.epoch, loader.last.step, loader.last.ends_step) for batch in loader]
+        assert sampler.consumed_samples == (SIZE if mesh.get_rank() in CONSTRUCTORS else 0)  # only they advance it
+        return found
 
     results = run_ranks(MESH, run)
     assert results[0] == results[1]
@@ -410,16 +412,19 @@ def test_a_cost_that_is_no_cost_names_the_sample(value: float) -> None:
     assert "accepted: a finite number >= 0" in texts[0]
 
 
-def test_costs_of_nothing_name_the_ways_to_give_some() -> None:
+@pytest.mark.parametrize("cost", [WorkloadCost(), WorkloadCost(io=3.0, encoder=2.0, memory=1.0)])
+def test_costs_of_nothing_name_the_ways_to_give_some(cost: WorkloadCost) -> None:
+    """What is balanced is ``llm``; the other components are the user's own."""
+
     def run(mesh: Any) -> str:
-        loader = build(mesh, Counting(), metadata_fn=lambda record: SampleMetadata(1))
+        loader = build(mesh, Counting(), metadata_fn=lambda record: SampleMetadata(1, cost))
         with loader, pytest.raises(DataPlaneError) as caught:
             next(loader)
         return str(caught.value)
 
     for text in run_ranks({"dp": 2, "tp": 1}, run):
-        assert "cost_model" in text
-        assert "model_config" in text
+        for way in ("cost_model", "model_config", "SampleMetadata with a cost whose llm component is positive"):
+            assert way in text
 
 
 def test_an_index_outside_the_dataset_is_named() -> None:

@@ -50,6 +50,7 @@ def test_every_step_holds_the_samplers_records_on_every_mesh(mode: str, dp: int,
     def run(mesh: Any) -> tuple[list[Any], list[Any], int, Counter[int]]:
         dataset = Texts()
         with loader_of(mode, mesh, dataset, window) as loader:
+            assert mode == "external" or len(loader) == STEPS * 8 // dp
             found = []
             for batch in loader:
                 found.append((loader.last.step, loader.last.round, counted(batch), loader.last.ends_step))
