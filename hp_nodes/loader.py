@@ -338,7 +338,9 @@ def _fingerprint(graph: BaseNode[Any], given: Mapping[str, Any]) -> dict[str, An
     unlike = [name for name in given if name in found and given[name] != found[name]]
     if unlike:
         name = unlike[0]
-        raise ValueError(f"fingerprint {name!r} is {given[name]!r}, but the graph says {found[name]!r}")
+        raise ValueError(
+            f"fingerprint {name!r} is {given[name]!r}, but the graph says {found[name]!r}; accepted: the same, or none"
+        )
     return {**found, **given}
 
 

@@ -76,7 +76,10 @@ def pack_text(samples: Sequence[Mapping[str, Any]], seq_len: int, pad_token_id: 
         raise ValueError(f"sample {lengths.index(0)} of the bin has no token; accepted: at least one")
     padding = seq_len - sum(lengths)
     if padding < 0:
-        raise ValueError(f"samples of {lengths} tokens, {sum(lengths)} together, are packed into a bin of {seq_len}")
+        raise ValueError(
+            f"samples of {lengths} tokens, {sum(lengths)} together, are packed into a bin of {seq_len}; accepted: at most "
+            "as many as it has"
+        )
     tokens, labels = [tokens for tokens, _ in sequences], [labels for _, labels in sequences]
     if padding:
         tokens.append(torch.full((padding,), 0 if pad_token_id is None else pad_token_id))

@@ -54,7 +54,7 @@ class WindowSampler(Stage[Window]):
         if self.steps_per_epoch == 0:
             raise ValueError(
                 f"an epoch has no step: {batch_sampler.total_samples} samples are fewer than one global batch of "
-                f"{batch_sampler.global_batch_size}"
+                f"{batch_sampler.global_batch_size}; accepted: at least that many"
             )
         self.batch_sampler = batch_sampler
         self.window_size = window_size

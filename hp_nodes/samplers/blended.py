@@ -62,7 +62,9 @@ class BlendedBatchSampler(GlobalOrderSampler):
         if on_end not in ("stop", "repeat"):
             raise ValueError(f"on_end is {on_end!r}; accepted: 'stop' or 'repeat'")
         if on_end == "stop" and total_samples is not None:
-            raise ValueError(f"total_samples is {total_samples!r}, but with on_end='stop' the datasets' ends decide it")
+            raise ValueError(
+                f"total_samples is {total_samples!r}, but with on_end='stop' the datasets' ends decide it; accepted: None"
+            )
         self.dataset_sizes = sizes
         self.order = check_order(order)
         self.seed = int_at_least("seed", seed, 0)

@@ -159,7 +159,10 @@ def _misfits(sampler: BatchSampler, micro_batch_size: int, dp_rank: int, dp_worl
                 f"{sampler.global_micro_batch_size}{f' ({layouts})' if name == 'global_batch_size' else ''}"
             )
     if sampler.consumed_samples > sampler.total_samples:
-        problems.append(f"consumed_samples is {sampler.consumed_samples} of total_samples {sampler.total_samples}")
+        problems.append(
+            f"consumed_samples is {sampler.consumed_samples} of total_samples {sampler.total_samples}; accepted: at most "
+            "that many"
+        )
     return problems
 
 
