@@ -77,8 +77,8 @@ def pack_text(samples: Sequence[Mapping[str, Any]], seq_len: int, pad_token_id: 
     padding = seq_len - sum(lengths)
     if padding < 0:
         raise ValueError(
-            f"samples of {lengths} tokens, {sum(lengths)} together, are packed into a bin of {seq_len}; accepted: at most "
-            "as many as it has"
+            f"samples of {lengths} tokens, {sum(lengths)} together, are packed into a bin of {seq_len}; accepted: at "
+            "most as many as it has"
         )
     tokens, labels = [tokens for tokens, _ in sequences], [labels for _, labels in sequences]
     if padding:

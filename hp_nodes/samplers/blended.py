@@ -63,7 +63,8 @@ class BlendedBatchSampler(GlobalOrderSampler):
             raise ValueError(f"on_end is {on_end!r}; accepted: 'stop' or 'repeat'")
         if on_end == "stop" and total_samples is not None:
             raise ValueError(
-                f"total_samples is {total_samples!r}, but with on_end='stop' the datasets' ends decide it; accepted: None"
+                f"total_samples is {total_samples!r}, but with on_end='stop' the datasets' ends decide it; accepted: "
+                "None"
             )
         self.dataset_sizes = sizes
         self.order = check_order(order)

@@ -160,8 +160,8 @@ def _misfits(sampler: BatchSampler, micro_batch_size: int, dp_rank: int, dp_worl
             )
     if sampler.consumed_samples > sampler.total_samples:
         problems.append(
-            f"consumed_samples is {sampler.consumed_samples} of total_samples {sampler.total_samples}; accepted: at most "
-            "that many"
+            f"consumed_samples is {sampler.consumed_samples} of total_samples {sampler.total_samples}; accepted: at "
+            "most that many"
         )
     return problems
 
