@@ -91,7 +91,7 @@ class Given(BaseNode[Window]):
         return {}
 
 
-class _Overheard(Exception):
+class _OverheardError(Exception):
     """What was to be heard has been said."""
 
 
@@ -113,7 +113,7 @@ class Overhearing:
                 return local[None].copy()  # it has more samples than that, and tells them next
         else:
             self.rows = local.copy()
-        raise _Overheard
+        raise _OverheardError
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class Voices:
 class Job:
     """A job of ``ranks`` data-parallel ranks, each of them with ``rounds`` records a window, and ``windows`` windows.
 
-    A record holds about 8 documents; a step is one window.
+    A record holds about 8 documents; a step is one window. Of the ranks two are watched: the first, which plans, and
+    the one in the middle.
     """
 
     ranks: int
@@ -142,6 +143,11 @@ class Job:
     source: str = "azure"
     plans: dict[Place, Bytes] = field(default_factory=dict)
     """What rank 0 broadcast, by window."""
+    _parcels: dict[Place, tuple[dict[int, list[Parcel]], list[int]]] = field(default_factory=dict)
+
+    @property
+    def watched(self) -> tuple[int, int]:
+        return 0, self.ranks // 2
 
     @cached_property
     def records(self) -> Records:
@@ -189,7 +195,7 @@ class Job:
         planner.reset(None)
         try:
             next(planner)
-        except _Overheard:
+        except _OverheardError:
             return transport
         raise AssertionError("the Planner did not open the window")
 
@@ -199,18 +205,27 @@ class Job:
         return found
 
     def parcels_to(self, rank: int, place: Place) -> tuple[list[Parcel], list[int]]:
-        """What each rank sends to ``rank`` in one window, and the bytes of the largest frame that each of them sends."""
+        """What each rank sends to ``rank`` in one window, and the bytes of each sender's largest parcel."""
+        if place not in self._parcels:
+            self._parcels[place] = self._parcels_of(place)
+        sent, largest = self._parcels[place]
+        return sent[rank], largest
+
+    def _parcels_of(self, place: Place) -> tuple[dict[int, list[Parcel]], list[int]]:
+        """To each watched rank, from all; and the bytes of each sender's largest parcel."""
         owners, codec = self.bins(place) // self.rounds, Codec()
-        parcels, largest, start = [], [], 0
+        sent: dict[int, list[Parcel]] = {rank: [] for rank in self.watched}
+        largest, start = [], 0
         for sender, window in enumerate(self.voices[place].windows):
             targets = owners[start : start + len(window.keys)].astype(np.int32)
             start += len(window.keys)
             samples = [self.records.documents(key.index)[key.part] for key in window.keys]
             keys = np.array(window.keys, dtype=np.int64).reshape(-1, 3)
             going = pack_parcels(keys, samples, targets, sender, self.ranks, codec)
-            largest.append(max(parcel.frame_nbytes for parcel in going))
-            parcels.append(going[rank])
-        return parcels, largest
+            largest.append(max(parcel.nbytes for parcel in going))
+            for rank, parcels in sent.items():
+                parcels.append(going[rank])
+        return sent, largest
 
 
 class SimulatedTransport:
@@ -229,7 +244,6 @@ class SimulatedTransport:
         self._job = job
         self._place: Place = (-1, -1, -1)
         self._kept: dict[tuple[Place, str, int], Bytes] = {}
-        self._parcels: dict[Place, tuple[list[Parcel], list[int]]] = {}
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
         began, what = time.process_time(), where.split(": ")[-1]
@@ -321,6 +335,4 @@ class SimulatedTransport:
         return answer
 
     def _coming(self) -> tuple[list[Parcel], list[int]]:
-        if self._place not in self._parcels:
-            self._parcels[self._place] = self._job.parcels_to(self.rank, self._place)
-        return self._parcels[self._place]
+        return self._job.parcels_to(self.rank, self._place)
