@@ -27,10 +27,11 @@ from hp_nodes.state import (
     STATE_VERSION,
     LoaderState,
     agree,
+    another_rank,
     differences,
-    has_rank_scope,
     leaf_key,
     leaves_of,
+    rank_scoped,
     reshard,
 )
 from hp_nodes.transport import DataTopology, Transport
@@ -217,7 +218,8 @@ class DistributedDataLoader:
         if not self.fingerprint:  # a model peer that was told nothing takes over what its constructor says
             self.fingerprint = dict(state.fingerprint)
         ranks = None if self._topology is None else self._topology.data_parallel_size
-        entries, accepted = agree(state, self.fingerprint, strict=strict, data_ranks=ranks)
+        keepers = rank_scoped(self.graph)
+        entries, accepted = agree(state, self.fingerprint, strict=strict, data_ranks=ranks, keepers=keepers)
         if not strict:
             accepted += self._drop_unknown(entries)
         if accepted:
@@ -234,7 +236,7 @@ class DistributedDataLoader:
 
     def _scope(self, told: str | None) -> int | None:
         """The data rank whose own the state is; None where all ranks share it."""
-        scoped = has_rank_scope(self.graph) if told is None else told == "rank"
+        scoped = bool(rank_scoped(self.graph)) if told is None else told == "rank"
         if not scoped or self._topology is None:
             return None
         self.fingerprint[RANKS_FIELD] = self._topology.data_parallel_size
@@ -249,10 +251,7 @@ class DistributedDataLoader:
         topology = self._topology
         if RANKS_FIELD not in self.fingerprint or topology is None or saved_on == topology.data_parallel_size:
             if self._data_rank not in leaves:
-                raise ValueError(
-                    f"this is no state of the loader: it has {[leaf_key(rank) for rank in leaves]}; accepted: a dict "
-                    f"with the key {leaf_key(self._data_rank)!r}"
-                )
+                raise ValueError(another_rank(self.graph, leaves, self._data_rank, state, self.fingerprint))
             return state
         if len(leaves) != saved_on:
             return state  # its fingerprint says on how many ranks it was saved

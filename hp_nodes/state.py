@@ -8,7 +8,7 @@ version, the fingerprint (which data, and how they are cut into steps) and the e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,11 @@ __all__ = [
     "STATE_VERSION",
     "LoaderState",
     "agree",
+    "another_rank",
     "differences",
-    "has_rank_scope",
     "leaf_key",
     "leaves_of",
+    "rank_scoped",
     "reshard",
     "scope_of",
 ]
@@ -114,8 +115,35 @@ def scope_of(node: BaseNode[Any]) -> str:
     return "global" if passes_through(node) else str(getattr(node, "state_scope", "rank"))
 
 
-def has_rank_scope(graph: BaseNode[Any]) -> bool:
-    return any(scope_of(node) == "rank" for node in all_nodes(graph))
+def rank_scoped(graph: BaseNode[Any]) -> list[str]:
+    """Names of the nodes whose state is their rank's own, the lowest first."""
+    names = node_names(graph)
+    return [names[id(node)] for node in all_nodes(graph) if scope_of(node) == "rank"]
+
+
+def another_rank(
+    graph: BaseNode[Any], leaves: Iterable[int | None], wanted: int | None, state: LoaderState, now: Mapping[str, Any]
+) -> str:
+    """Why none of ``leaves`` is the state of data rank ``wanted``; None: one that all ranks share is wanted.
+
+    Args:
+        state: of one of the leaves.
+        now: this loader's fingerprint.
+    """
+    given, keepers = [leaf_key(rank) for rank in leaves], rank_scoped(graph)
+    if keepers:
+        return f"the state has {given}, but {_kept_by(keepers)}; accepted: a dict with the key {leaf_key(wanted)!r}"
+    apart = differences(state.fingerprint, now)
+    return (
+        f"the state has {given}, each a rank's own, but no node here keeps state of its own rank; accepted: a dict "
+        f"with the key {leaf_key(wanted)!r}. The state belongs to other data: {_lines(list(apart), apart)}"
+    )
+
+
+def _kept_by(keepers: Sequence[str]) -> str:
+    if len(keepers) == 1:
+        return f"node {keepers[0]!r} keeps state of its own rank"
+    return f"nodes {list(keepers)} keep state of their own rank"
 
 
 def reshard(graph: BaseNode[Any], states: Sequence[LoaderState], rank: int, size: int) -> dict[str, Any]:
@@ -160,7 +188,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
 
 
 def agree(
-    state: LoaderState, now: Mapping[str, Any], *, strict: bool, data_ranks: int | None
+    state: LoaderState,
+    now: Mapping[str, Any],
+    *,
+    strict: bool,
+    data_ranks: int | None,
+    keepers: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """The entries to restore, and what differs but was accepted.
 
@@ -172,6 +205,7 @@ def agree(
     Args:
         now: this loader's fingerprint.
         data_ranks: this loader's data-parallel size, for saying which layouts would do.
+        keepers: nodes whose state is their rank's own, to be named.
 
     Raises:
         ValueError: it belongs to other data: each differing field, saved and now.
@@ -184,7 +218,7 @@ def agree(
     unsafe += [name for name in apart if name == RANKS_FIELD]
     refused = list(apart) if strict else unsafe
     if refused:
-        hint = _hint(state, apart, data_ranks)
+        hint = _hint(state, apart, data_ranks, keepers)
         if not unsafe:
             hint += "; with strict=False it is accepted, since no record of the epoch in progress is lost or repeated"
         raise ValueError(f"the state belongs to other data: {_lines(refused, apart)}{hint}")
@@ -203,11 +237,13 @@ def _only_grew(name: str, of_order: Sequence[str], apart: Mapping[str, tuple[Any
     return isinstance(saved, int) and isinstance(now, int) and now > saved
 
 
-def _hint(state: LoaderState, apart: Mapping[str, tuple[Any, Any]], data_ranks: int | None) -> str:
-    if RANKS_FIELD in apart:
+def _hint(
+    state: LoaderState, apart: Mapping[str, tuple[Any, Any]], data_ranks: int | None, keepers: Sequence[str]
+) -> str:
+    if RANKS_FIELD in apart and keepers:
         return (
-            "; a node keeps state of its own rank: resume on as many data ranks, or give load_state_dict the leaves of "
-            "all of them, if that node has reshard(states, rank, size)"
+            f"; {_kept_by(keepers)}: resume on as many data ranks, or give load_state_dict the leaves of all of them, "
+            "if such a node has reshard(states, rank, size)"
         )
     saved = state.fingerprint.get("global_batch_size")
     if "global_batch_size" in apart and isinstance(saved, int) and data_ranks is not None:

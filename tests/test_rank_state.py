@@ -82,8 +82,34 @@ def test_state_of_a_ranks_own_has_one_leaf_a_rank_and_resumes_on_as_many() -> No
     assert counts_after(state, Counter, 2, whole=False) == [4, 4]
     with pytest.raises(ValueError, match="node 'Counter' keeps state of its own rank.* from 2 data ranks, not 4"):
         counts_after(state, Counter, 4)
-    with pytest.raises(ValueError, match="data_parallel_size: saved 2, now 1; a node keeps state of its own rank"):
+    with pytest.raises(
+        ValueError, match="data_parallel_size: saved 2, now 1; node 'Counter' keeps state of its own rank"
+    ):
         counts_after({"hp_nodes_rank_0": state["hp_nodes_rank_0"]}, Counter, 1)
+
+
+def test_the_state_of_another_rank_is_refused_and_the_node_named() -> None:
+    state = saved_by(Counter, 2)
+
+    def run(mesh: Any) -> str:
+        other = f"hp_nodes_rank_{1 - mesh.get_rank()}"
+        with counting(mesh, Counter) as loader, pytest.raises(ValueError, match="own rank") as caught:
+            loader.load_state_dict({other: state[other]})
+        return str(caught.value)
+
+    assert run_ranks({"dp": 2}, run)[1] == (
+        "the state has ['hp_nodes_rank_0'], but node 'Counter' keeps state of its own rank; accepted: a dict with the "
+        "key 'hp_nodes_rank_1'"
+    )
+
+    def without(mesh: Any) -> str:
+        with Scene().loader(mesh) as loader, pytest.raises(ValueError, match="no node here keeps") as caught:
+            loader.load_state_dict(state)
+        return str(caught.value)
+
+    for text in run_ranks({"dp": 2}, without):
+        assert "the state has ['hp_nodes_rank_0', 'hp_nodes_rank_1'], each a rank's own" in text
+        assert "data_parallel_size: saved 2, now nothing" in text
 
 
 @pytest.mark.parametrize(
