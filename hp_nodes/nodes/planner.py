@@ -24,7 +24,8 @@ from hp_nodes.planning import BalancingAlgorithm, PackingPlan, PackingProblem, p
 from hp_nodes.planning.wire import plan_from_bytes, plan_nbytes, plan_to_bytes
 from hp_nodes.transport import Transport
 from hp_nodes.transport.agreement import raise_common
-from hp_nodes.transport.opening import Gathered, Opening, Status, open_window, row_dtype
+from hp_nodes.transport.opening import Gathered, Opening, Room, Status, open_window
+from hp_nodes.transport.opening_rows import row_dtype
 from hp_nodes.types import Assignment, BalanceReport, Window
 
 __all__ = ["Planner"]
@@ -85,7 +86,11 @@ class Planner(Stage[Window]):
         self.keep_reference = keep_reference
         self.announcement: DataPlaneError | Status | None = None
         """Set from another thread: what the next opening brings in place of a window: "closed", or an error."""
-        self._capacity = 1
+        self._room = Room.first(len(self.packing_budgets))
+        self.stays = False
+        """Whether the ranks agreed that no sample of the window given last changes rank: then there is nothing that the
+        Router would have to tell of it. Equal on all ranks, also where this one failed after that.
+        """
         self._loads: tuple[int, int, NDArray[np.float64]] | None = None
 
     def own_state(self) -> dict[str, Any] | None:
@@ -107,17 +112,17 @@ class Planner(Stage[Window]):
             self._loads = int(entry[self.EPOCH_KEY]), int(entry[self.STEP_KEY]), loads
 
     def next(self) -> Window:
+        self.stays = False
         brought, window = self._bring()
         before_reading = window is not None and window.samples is None
-        dtype = row_dtype(before_reading, len(self.packing_budgets))
         with self._exchanging(window):
-            opened = open_window(self.transport, brought, self._capacity, dtype, self.name)
+            opened = open_window(self.transport, brought, self._room, self.name)
         if opened is None:
             raise StopIteration
         assert window is not None
-        self._capacity = opened.capacity
+        self._room = opened.room
         problem, error = self._problem(window, opened, before_reading)
-        plan = self._agreed_plan(problem, error, window)
+        plan = self._agreed_plan(problem, error, window, opened.origins)
         self._carry(window, plan)
         self.transport.mark("planned")
         share = self._assignment(window, opened, plan, before_reading)
@@ -230,11 +235,13 @@ class Planner(Stage[Window]):
             return None, failed
         return problem, None
 
-    def _agreed_plan(self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window) -> PackingPlan:
+    def _agreed_plan(
+        self, problem: PackingProblem | None, error: DataPlaneError | None, window: Window, origins: NDArray[np.int32]
+    ) -> PackingPlan:
         if problem is None:
             self._raise_everywhere(error)
         if self.broadcast_plan and self.transport.size > 1:
-            return self._broadcast_plan(problem, window)
+            return self._broadcast_plan(problem, window, origins)
         planned = self._plan(problem, window)
         if isinstance(planned, DataPlaneError):
             # A user's algorithm may fail on one rank alone: the exchange of the next node tells the others.
@@ -262,19 +269,21 @@ class Planner(Stage[Window]):
             failed.__cause__ = error
             return failed
 
-    def _broadcast_plan(self, problem: PackingProblem, window: Window) -> PackingPlan:
-        buffer = np.zeros(8 + plan_nbytes(problem), dtype=np.uint8)
+    def _broadcast_plan(self, problem: PackingProblem, window: Window, origins: NDArray[np.int32]) -> PackingPlan:
+        buffer = np.zeros(8 + plan_nbytes(problem), dtype=np.uint8)  # status, whether all samples stay, the plan
         planned: PackingPlan | DataPlaneError | None = None
         if self.transport.rank == 0:
             planned = self._plan(problem, window)
             if isinstance(planned, PackingPlan):
                 buffer[8:] = plan_to_bytes(planned)
+                buffer[1] = not _moves(planned, origins, window.num_rounds * self.local_batch_size)
             else:
                 buffer[0] = Status.ERROR
         with self._exchanging(window):
             self.transport.broadcast(buffer, 0, f"{self.name}: plan")
             if buffer[0] == Status.ERROR:
                 raise_common(self.transport, planned if isinstance(planned, DataPlaneError) else None, self.name)
+        self.stays = bool(buffer[1])
         if isinstance(planned, PackingPlan):
             return planned
         named = self.objective if self.algorithm is None else type(self.algorithm).__name__
@@ -324,6 +333,11 @@ class _AsSampled:
 
     def objective(self, loads: NDArray[np.float64]) -> float:
         return float(loads.max(axis=0).sum())
+
+
+def _moves(plan: PackingPlan, origins: NDArray[np.int32], bins_of_rank: int) -> bool:
+    """Whether any sample changes rank."""
+    return bool((plan.bins // bins_of_rank != origins).any())
 
 
 def _digest(plan: PackingPlan) -> int:

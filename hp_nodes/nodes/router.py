@@ -1,8 +1,9 @@
 """A2A route: carries out the plan. Afterwards each rank holds the samples that the plan gave it, in packing order.
 
 Takes windows with samples and an assignment, gives them with ``keys``, ``samples``, ``bins``, ``tokens`` and ``costs``
-of the planned samples. Communicates: a digest of the plan, encoding status and sizes, always; the payload, one buffer a
-peer, when the plan moves anything. Only samples that change rank are encoded.
+of the planned samples. Communicates: a digest of the plan, encoding status and sizes, unless the Planner right below
+has told all that nothing moves; the payload, one buffer a peer, when the plan moves anything. Only samples that change
+rank are encoded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
 from hp_nodes.errors import DataPlaneError, exchanging, failing_at
+from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.transport import Transport
@@ -64,6 +66,9 @@ class Router(Stage[Window]):
         self.codec = Codec(allow_pickle=allow_pickle)
         self.payload = Payload(transport, self.codec, max_exchange_bytes)
         self._checked = False
+        self._planner = source if isinstance(source, Planner) and source.transport is transport else None
+        """The one whose word counts; with a node in between, that may fail or look ahead, every window is told of."""
+        self._first = True
 
     def next(self) -> Window:
         window: Window | None = None
@@ -80,8 +85,14 @@ class Router(Stage[Window]):
                 raise
             status, error = Status.ERROR, self._failure(failure, window)
         located = exchanging(self.name) if window is None else exchanging(self.name, window.epoch, window.step)
-        with located:
-            frame_sizes, largest = self._agree(status, error, window, parcels)
+        if self._planner is not None and self._planner.stays and not self._first:
+            if error is not None:
+                raise error  # the closing tells the others, as of any node above
+            frame_sizes, largest = [0] * self.transport.size, 0
+        else:
+            with located:
+                frame_sizes, largest = self._agree(status, error, window, parcels)
+        self._first = False
         if window is None:
             raise StopIteration
         assert window.assignment is not None and window.samples is not None

@@ -74,6 +74,8 @@ class DeviceLane:
         device: of that backend's type.
     """
 
+    gathers_by_all_to_all = False
+
     def __init__(self, backend: str, device: torch.device) -> None:
         self._backend = backend
         self._device = device

@@ -34,6 +34,7 @@ __all__ = ["GroupTransport", "HostLane", "Lane"]
 
 _SLICE = datetime.timedelta(milliseconds=50)
 _NEVER = datetime.timedelta(days=7)
+_FEW_BYTES = 1 << 20  # of an exchange whose time is its latency
 _ROLL_CALL_S = 1.0
 _LEAVING_S = 1.0
 _abandoned: list[tuple[Any, Any]] = []
@@ -41,6 +42,8 @@ _abandoned: list[tuple[Any, Any]] = []
 
 class Lane(Protocol):
     """Where a group's buffers are, and how its work is waited for."""
+
+    gathers_by_all_to_all: bool
 
     def make_group(self, store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
         """A process group of torch."""
@@ -68,7 +71,11 @@ class Lane(Protocol):
 
 
 class HostLane:
-    """Gloo, with buffers on the host."""
+    """Gloo, with buffers on the host. Its all_gather passes what is small on from neighbour to neighbour, and takes two
+    to three times as long between two ranks as an all_to_all, which sends it to all at once.
+    """
+
+    gathers_by_all_to_all = True
 
     def make_group(self, store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
         return ProcessGroupGloo(store, rank, size, limit)
@@ -125,6 +132,9 @@ class GroupTransport:
         self._group: Any = self._lane.make_group(self._store, self.rank, self.size, limit)
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
+        if self._lane.gathers_by_all_to_all and self.size * len(local) <= _FEW_BYTES:
+            each = [len(local)] * self.size
+            return self.all_to_all(np.tile(local, self.size), each, each, where).reshape(self.size, len(local))
         with self._lane.entered():
             out, mine = self._lane.empty(self.size * len(local)).view(self.size, len(local)), self._lane.load(local)
             options = _patient(AllgatherOptions())

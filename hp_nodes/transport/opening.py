@@ -1,38 +1,25 @@
 """The opening exchange of a window: who has what, and the numbers that planning needs.
 
-One all-gather of a fixed record a rank (status, place in the run, how many samples) followed by 24 bytes a sample. Its
-capacity follows from earlier windows, so all ranks know it; only a window with more samples than that takes a second
-exchange.
+One all-gather of a fixed record a rank (status, place in the run, how many samples) followed by one row a sample. How
+many rows there is room for, and how wide they are, follows from earlier windows, so all ranks know it; only a window
+with more samples or larger numbers takes a second exchange.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport.agreement import raise_common
+from hp_nodes.transport.opening_rows import RowFormat, row_dtype
 from hp_nodes.transport.protocol import Transport
 
-__all__ = ["Gathered", "Opening", "Status", "check_statuses", "open_window", "row_dtype"]
-
-
-def row_dtype(before_reading: bool, budgets: int) -> np.dtype[np.void]:
-    """One row a sample: 24 bytes, and 8 more for each packing budget.
-
-    After reading, the index travels with the sample itself. Before reading it is needed here, and the reference need
-    not be told: a rank's samples are whole records in the order of its bins.
-    """
-    place = (
-        [("index", "<i8"), ("tokens", "<i4")]
-        if before_reading
-        else [("tokens", "<i4"), ("reference", "<i4"), ("part", "<i4")]
-    )
-    return np.dtype([("cost", "<f8"), *place, ("offset", "<i4"), *((f"budget_{k}", "<f8") for k in range(budgets))])
+__all__ = ["Gathered", "Opening", "Room", "Status", "check_statuses", "open_window"]
 
 
 class Status(IntEnum):
@@ -45,6 +32,10 @@ class Status(IntEnum):
 
 
 _FIELDS = ("status", "epoch", "step", "first_round", "num_rounds", "ends", "count", "first_position")
+_STATUS_BITS = 8
+_STATUSES = (1 << _STATUS_BITS) - 1
+_LARGEST_CODE = (1 << (63 - _STATUS_BITS)) - 1
+"""What is left of the first field for how wide this rank's rows must be; with more budgets than fit it is full."""
 HEAD_NBYTES = 8 * len(_FIELDS)
 """What a rank says of its window besides its samples."""
 
@@ -64,6 +55,43 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What the first exchange of an opening holds of each rank; the same on all."""
+
+    samples: int
+    rows: RowFormat
+
+    @classmethod
+    def first(cls, budgets: int) -> Room:
+        """Before anything is known."""
+        return cls(0, RowFormat.full(row_dtype(False, budgets)))
+
+    @property
+    def nbytes(self) -> int:
+        return HEAD_NBYTES + self.samples * self.rows.row_nbytes
+
+    def holds(self, samples: int, rows: RowFormat) -> bool:
+        return samples <= self.samples and self.rows.holds(rows)
+
+    def after(self, heads: NDArray[np.int64], dtype: np.dtype[np.void]) -> tuple[RowFormat | None, Room]:
+        """What follows from the heads of all ranks: the rows of a second exchange, if it takes one, and the next room.
+
+        Args:
+            heads: int64[ranks, 8], of windows.
+            dtype: of the rows of all ranks.
+        """
+        codes, most = np.unique(heads[:, 0] >> _STATUS_BITS).tolist(), int(heads[:, 6].max())
+        full = codes[-1] == _LARGEST_CODE
+        needed = (
+            RowFormat.full(dtype)
+            if full
+            else reduce(RowFormat.wider, (RowFormat.from_code(dtype, code) for code in codes))
+        )
+        later = Room(max(self.samples, _with_room(most)), self.rows.wider(needed) if self.samples else needed)
+        return None if self.holds(most, needed) else needed, later
+
+
+@dataclass(frozen=True)
 class Gathered:
     """What the openings of all ranks say together. One array for all of them, since there may be thousands."""
 
@@ -73,7 +101,7 @@ class Gathered:
     """int64[size]: how many of them are whose."""
     firsts: NDArray[np.int64]
     """int64[size]: first position of each rank; offsets count from it."""
-    capacity: int
+    room: Room
     """Of the next opening."""
 
     @cached_property
@@ -93,18 +121,13 @@ class Gathered:
 
 
 def open_window(
-    transport: Transport,
-    mine: Opening | Status | DataPlaneError,
-    capacity: int,
-    dtype: np.dtype[np.void],
-    node: str,
+    transport: Transport, mine: Opening | Status | DataPlaneError, room: Room, node: str
 ) -> Gathered | None:
     """Exchange openings.
 
     Args:
         mine: the window, END, CLOSED, or this rank's error.
-        capacity: samples a rank that fit the first exchange; the same on all ranks.
-        dtype: of the rows, from :func:`row_dtype`; the same on all ranks.
+        room: that of the opening before, the same on all ranks.
 
     Returns:
         What all ranks brought; None when all are at their end.
@@ -112,47 +135,40 @@ def open_window(
     Raises:
         DataPlaneError: a rank failed, closed, ended early or is somewhere else; the same on every rank.
     """
-    record = np.zeros(len(_FIELDS), dtype=np.int64)
-    rows = np.empty(0, dtype=np.uint8)
-    if isinstance(mine, Opening):
-        ends = int(mine.ends_step) + 2 * int(mine.ends_epoch)
-        record[:] = (
-            Status.WINDOW,
-            mine.epoch,
-            mine.step,
-            mine.first_round,
-            mine.num_rounds,
-            ends,
-            len(mine.numbers),
-            mine.first_position,
-        )
-        rows = mine.numbers.view(np.uint8).reshape(-1)
-    else:
-        record[0] = Status.ERROR if isinstance(mine, DataPlaneError) else mine
-    row = dtype.itemsize
-    head = record.view(np.uint8)
-    sent = np.zeros(len(head) + capacity * row, dtype=np.uint8)
-    sent[: len(head)] = head
-    fitting = min(len(rows), capacity * row)
-    sent[len(head) : len(head) + fitting] = rows[:fitting]
+    sent = np.zeros(room.nbytes, dtype=np.uint8)
+    least = RowFormat.least(mine.numbers) if isinstance(mine, Opening) else None
+    sent[:HEAD_NBYTES] = _head(mine, least).view(np.uint8)
+    if isinstance(mine, Opening) and least is not None and room.holds(len(mine.numbers), least):
+        rows = room.rows.pack(mine.numbers)
+        sent[HEAD_NBYTES : HEAD_NBYTES + len(rows)] = rows
     received = transport.all_gather(sent, f"{node}: opening")
-    records = np.ascontiguousarray(received[:, : len(head)]).view(np.int64)
-    check_statuses(transport, records[:, 0], mine if isinstance(mine, DataPlaneError) else None, node)
-    if records[0, 0] == Status.END:
+    heads = np.ascontiguousarray(received[:, :HEAD_NBYTES]).view(np.int64)
+    check_statuses(transport, heads[:, 0] & _STATUSES, mine if isinstance(mine, DataPlaneError) else None, node)
+    if heads[0, 0] == Status.END:
         return None
-    _check_places(transport, records, node)
-    counts = records[:, 6]
-    most = int(counts.max())
-    if most > capacity:
-        sent = np.zeros(most * row, dtype=np.uint8)
+    assert isinstance(mine, Opening)
+    _check_places(transport, heads, node)
+    counts, (second, later) = heads[:, 6], room.after(heads, mine.numbers.dtype)
+    received = received[:, HEAD_NBYTES:]
+    if second is not None:
+        sent = np.zeros(int(counts.max()) * second.row_nbytes, dtype=np.uint8)
+        rows = second.pack(mine.numbers)
         sent[: len(rows)] = rows
         received = transport.all_gather(sent, f"{node}: numbers")
+    return Gathered((second or room.rows).unpack(received, counts), counts, heads[:, 7], later)
+
+
+def _head(mine: Opening | Status | DataPlaneError, least: RowFormat | None) -> NDArray[np.int64]:
+    head = np.zeros(len(_FIELDS), dtype=np.int64)
+    if isinstance(mine, Opening):
+        assert least is not None
+        ends = int(mine.ends_step) + 2 * int(mine.ends_epoch)
+        status = Status.WINDOW | min(least.code, _LARGEST_CODE) << _STATUS_BITS
+        place = (mine.epoch, mine.step, mine.first_round, mine.num_rounds, ends)
+        head[:] = (status, *place, len(mine.numbers), mine.first_position)
     else:
-        received = received[:, len(head) :]
-    # As opaque rows: of structured ones numpy copies field by field.
-    opaque = received.view(np.dtype((np.void, row)))
-    rows_of_all = opaque[np.arange(opaque.shape[1]) < counts[:, None]].view(dtype)
-    return Gathered(rows_of_all, counts, records[:, 7], max(capacity, _with_room(most)))
+        head[0] = Status.ERROR if isinstance(mine, DataPlaneError) else mine
+    return head
 
 
 def _with_room(samples: int) -> int:

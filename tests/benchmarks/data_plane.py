@@ -29,7 +29,8 @@ from hp_nodes import DataPlaneError, DistributedDataLoader, SampleMetadata
 from hp_nodes.planning import CausalAttentionCostModel
 from hp_nodes.transport import DataTopology, Transport, create_transport
 from hp_nodes.transport.codec import Codec
-from hp_nodes.transport.opening import HEAD_NBYTES, row_dtype
+from hp_nodes.transport.opening import HEAD_NBYTES
+from hp_nodes.transport.opening_rows import row_dtype
 from hp_nodes.transport.payload import Payload
 from tests.distributed.ranks import RankPool
 from tests.scenes import Documents, Scene
