@@ -35,7 +35,8 @@ from hp_nodes import (
 from hp_nodes.planning import CausalAttentionCostModel
 from hp_nodes.samplers import DistributedBatchSampler
 from hp_nodes.transport.codec import Codec
-from hp_nodes.transport.opening import HEAD_NBYTES, row_dtype
+from hp_nodes.transport.opening import HEAD_NBYTES, Room
+from hp_nodes.transport.opening_rows import RowFormat, row_dtype
 from hp_nodes.transport.payload import Parcel, pack_parcels
 from hp_nodes.transport.protocol import Bytes, ConsumerClock, Transport
 from tests.benchmarks.instances import problem
@@ -43,7 +44,7 @@ from tests.benchmarks.instances import problem
 __all__ = ["Job", "SimulatedTransport", "documents"]
 
 Place = tuple[int, int, int]
-ROW = row_dtype(False, 0).itemsize
+ROW = row_dtype(False, 0)
 
 
 class Records:
@@ -104,15 +105,17 @@ class Overhearing:
         self.timeout_s = 1.0
         self.clock = ConsumerClock()
         self.exchanges = 0
-        self.head = self.rows = np.empty(0, dtype=np.uint8)
+        self.head = np.empty(0, dtype=np.uint8)
+        self.rows = np.empty(0, dtype=ROW)
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
         if where.endswith("opening"):
-            self.head, self.rows = local[:HEAD_NBYTES].copy(), local[HEAD_NBYTES:].copy()
-            if len(self.rows) < ROW * int(self.head.view(np.int64)[6]):
-                return local[None].copy()  # it has more samples than that, and tells them next
-        else:
-            self.rows = local.copy()
+            self.head = local[:HEAD_NBYTES].copy()
+            return local[None].copy()  # there is no room for samples yet: it tells them next
+        heads = self.head.view(np.int64)[None]
+        told = Room.first(0).after(heads, ROW)[0]
+        assert told is not None
+        self.rows = told.unpack(local[None], heads[:, 6])
         raise _OverheardError
 
 
@@ -121,7 +124,7 @@ class Voices:
     """What all ranks bring to one window: int64[ranks, 8] heads, the rows of each, and their windows, by rank."""
 
     heads: Bytes
-    rows: list[Bytes]
+    rows: list[NDArray[np.void]]
     windows: list[Window]
 
     @property
@@ -244,14 +247,24 @@ class SimulatedTransport:
         self._job = job
         self._place: Place = (-1, -1, -1)
         self._kept: dict[tuple[Place, str, int], Bytes] = {}
+        self._room = Room.first(0)
+        """Of the opening that is next."""
+        self._rows = self._room.rows
+        """How rows are told in the exchange that is next."""
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
         began, what = time.process_time(), where.split(": ")[-1]
         if what == "opening":
             status, *place = local[:HEAD_NBYTES].view(np.int64)[:4].tolist()
-            assert status == 0, "the simulated ranks have windows only"
+            assert status & 0xFF == 0, "the simulated ranks have windows only"
             self._place = (place[0], place[1], place[2])
+            if len(local) != self._room.nbytes:  # a graph from the beginning
+                self._room = Room.first(0)
+            self._rows = self._room.rows
         answer = self._answer(what, local)
+        if what == "opening":
+            second, self._room = self._room.after(self._job.voices[self._place].heads.view(np.int64), ROW)
+            self._rows = second or self._rows
         answer[self.rank] = local
         return self._told(what, began, answer)
 
@@ -311,8 +324,9 @@ class SimulatedTransport:
 
     def _with_rows(self, answer: Bytes, begin: int) -> Bytes:
         for told, rows in zip(answer, self._job.voices[self._place].rows, strict=True):
-            fitting = min(len(rows), len(told) - begin)
-            told[begin : begin + fitting] = rows[:fitting]
+            if self._rows.holds(RowFormat.least(rows)) and begin + len(rows) * self._rows.row_nbytes <= len(told):
+                packed = self._rows.pack(rows)
+                told[begin : begin + len(packed)] = packed
         return answer
 
     def _closing(self, mine: Bytes) -> Bytes:
