@@ -13,7 +13,7 @@ With one round, levels are all the same: then it evens out the totals of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_nodes.planning.compiled import best_exchanges, kernel
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
 
@@ -267,19 +268,17 @@ def _best(
     two falls, doubled and negative; 0 or more is no improvement.
     """
     instance = packing.instance
+    plain = instance.padding is None and not instance.limits.size and instance.capacity < PLAIN
+    compiled = kernel(best_exchanges) if plain else None
+    if compiled is not None:
+        return _best_compiled(compiled, packing, sets, excess, giving, taking)
     gives, takes = sets.of(giving), sets.of(taking)
     high = np.broadcast_to(excess[giving // instance.slots], taking.shape)
     low = excess[taking // instance.slots]
     gap = high - low
-    value: Any
-    if instance.padding is None and not instance.limits.size and instance.capacity < PLAIN:
-        value = _plain(packing, sets, gap, gives, takes, giving, taking)
-    else:
-        value = _priced(packing, sets, gap, gives, takes, giving, taking)
-    value[gap <= 0] = NEVER
-    flat = value.reshape(*taking.shape, -1)
-    best = flat.argmin(axis=2)
-    least = np.take_along_axis(flat, best[:, :, None], axis=2)[:, :, 0] - gap
+    best, least = (_plain if plain else _priced)(packing, sets, gap, gives, takes, giving, taking)
+    least[gap <= 0] = NEVER
+    least = least - gap
     rows = np.arange(len(taking))
     partner = least.argmin(axis=1)
     give, take = np.divmod(best[rows, partner], sets.num)
@@ -294,6 +293,22 @@ def _best(
     return gain, partner, give, take
 
 
+def _best_compiled(
+    compiled: Callable[..., None],
+    packing: Packing,
+    sets: ExchangeSets,
+    excess: NDArray[np.int64],
+    giving: NDArray[np.intp],
+    taking: NDArray[np.intp],
+) -> tuple[NDArray[np.int64], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    rows = len(taking)
+    found = np.empty(rows, np.int64), np.empty(rows, np.intp)
+    exchanged = np.empty((rows, sets.width), np.intp), np.empty((rows, sets.width), np.intp)
+    inside = packing.inside()
+    compiled(*inside, excess, sets.member, sets.at_most, giving, taking, packing.instance.slots, *found, *exchanged)
+    return *found, *exchanged
+
+
 def _plain(
     packing: Packing,
     sets: ExchangeSets,
@@ -302,8 +317,8 @@ def _plain(
     takes: NDArray[np.intp],
     giving: NDArray[np.intp],
     taking: NDArray[np.intp],
-) -> NDArray[np.float32]:
-    """[m, K, sets, sets]: ``|2 * cost moved - gap|``, infinite where forbidden.
+) -> tuple[NDArray[np.intp], NDArray[Any]]:
+    """[m, K]: which exchange has the lowest ``|2 * cost moved - gap|``, and that value, infinite if none is allowed.
 
     Rounded to float32, in a few passes over arrays that stay in the cache: several times faster than int64. It only
     chooses; what is chosen is weighed again in ints, and of tokens none is rounded.
@@ -315,18 +330,21 @@ def _plain(
     # A set with "no sample" in it is a smaller set once more.
     given[np.broadcast_to(gives_size < whole, given.shape)] = np.inf
     taken[takes_size < whole] = -np.inf
-    value = np.subtract(given[..., :, None], taken[..., None, :])
-    np.abs(value, out=value)
     # -other <= tokens moved <= room, as one comparison.
     longer = (2 * sets.total(packing.tokens, gives) - (room - other)[:, :, None]).astype(np.float32)
     shorter = (2 * sets.total(packing.tokens, takes)).astype(np.float32)
+    limit = (room + other).astype(np.float32)
+    # A bin must not be emptied: taking all out and giving none back is no exchange.
+    empties_giver = np.broadcast_to(gives_size == packing.count[giving][..., None], given.shape)
+    empties_taker = takes_size == packing.count[taking][..., None]
+    value = np.subtract(given[..., :, None], taken[..., None, :])
+    np.abs(value, out=value)
     shift = np.subtract(longer[..., :, None], shorter[..., None, :])
     np.abs(shift, out=shift)
-    np.copyto(value, np.float32(np.inf), where=shift > (room + other)[:, :, None, None].astype(np.float32))
-    # A bin must not be emptied: taking all out and giving none back is no exchange.
-    value[..., 0][np.broadcast_to(gives_size == packing.count[giving][..., None], given.shape)] = np.inf
-    value[..., 0, :][takes_size == packing.count[taking][..., None]] = np.inf
-    return value
+    np.copyto(value, np.float32(np.inf), where=shift > limit[:, :, None, None])
+    value[..., 0][empties_giver] = np.inf
+    value[..., 0, :][empties_taker] = np.inf
+    return _lowest(value)
 
 
 def _priced(
@@ -337,7 +355,7 @@ def _priced(
     takes: NDArray[np.intp],
     giving: NDArray[np.intp],
     taking: NDArray[np.intp],
-) -> NDArray[np.int64]:
+) -> tuple[NDArray[np.intp], NDArray[Any]]:
     """The same in ints, with budgets and the price of padding."""
     instance = packing.instance
     costs = moved(sets, packing.costs, gives, takes)
@@ -349,7 +367,14 @@ def _priced(
         taker = _padding_change(instance, packing.room(taking)[:, :, None, None], -tokens) + costs
         value = 2 * np.maximum(giver, taker - gap[:, :, None, None]) + gap[:, :, None, None]
     forbid(packing, sets, value, gives, takes, giving, taking)
-    return np.asarray(value)
+    return _lowest(value)
+
+
+def _lowest(value: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[Any]]:
+    """[m, K]: where ``value`` [m, K, sets, sets] is lowest, and how low."""
+    flat = value.reshape(*value.shape[:2], -1)
+    best = flat.argmin(axis=2)
+    return best, np.take_along_axis(flat, best[:, :, None], axis=2)[:, :, 0]
 
 
 def moved(

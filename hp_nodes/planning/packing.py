@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,6 +57,10 @@ class Packing:
         place = np.where(count > at_most, column * count // at_most, column) if (count > at_most).any() else column
         found = self._order[np.minimum(self._start[bins][:, None] + place, len(self._order) - 1)]
         return np.where(column < count, found, len(self.bins))
+
+    def inside(self) -> tuple[NDArray[Any], ...]:
+        """All of it: samples by bin, where each bin's start, how many; room of bins; tokens and costs of samples."""
+        return self._order, self._start, self.count, self.instance.capacity - self.used, self.tokens, self.costs
 
     def room(self, bins: NDArray[np.intp]) -> NDArray[np.int64]:
         return self.instance.capacity - self.used[bins]

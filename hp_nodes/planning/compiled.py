@@ -1,0 +1,110 @@
+"""Loops that numba compiles where it is installed (extra ``fast``); without it, arrays do the same in several passes.
+
+Both give the same plan, to the last bit: each loop is the array expression beside its call, element by element and in
+the same precision. Compiled code is kept on disk, so only the first process that ever plans waits for the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["best_exchanges", "kernel"]
+
+
+@cache
+def _compiler() -> Callable[..., Any] | None:
+    try:
+        from numba import njit
+    except ImportError:  # not installed, or not for this version of numpy
+        return None
+    return njit  # type: ignore[no-any-return]
+
+
+@cache
+def kernel(loop: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``loop`` compiled, or None without numba."""
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    compiled: Callable[..., Any] = compiler(cache=True, nogil=True)(loop)
+    return compiled
+
+
+def best_exchanges(
+    order: NDArray[np.intp],
+    start: NDArray[np.intp],
+    count: NDArray[np.intp],
+    room: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    costs: NDArray[np.int64],
+    excess: NDArray[np.int64],
+    member: NDArray[np.intp],
+    at_most: int,
+    giving: NDArray[np.intp],
+    taking: NDArray[np.intp],
+    slots: int,
+    gain: NDArray[np.int64],
+    partner: NDArray[np.intp],
+    given: NDArray[np.intp],
+    taken: NDArray[np.intp],
+) -> None:
+    """The best exchange for each row of giving bins [m, 1 or K] and taking bins [m, K], as ``exchange`` defines it.
+
+    ``order[start[b]:][:count[b]]`` are the samples of bin b, ``member`` [sets, width] the sets of ``at_most`` of them.
+    Writes gain [m] (positive: none), partner [m], and the samples given and taken, [m, width].
+    """
+    rows, partners = taking.shape
+    sets, width = member.shape
+    none = len(tokens) - 1
+    samples = np.full((2, at_most + 1), none)
+    cost, token, size = np.zeros((2, sets), np.int64), np.zeros((2, sets), np.int64), np.zeros((2, sets), np.int64)
+    weight, length = np.empty((2, sets), np.float32), np.empty((2, sets), np.float32)
+    allowed = np.empty((2, sets), np.bool_)
+    whole = np.zeros(sets, np.int64)
+    for one in range(sets):
+        for column in range(width):
+            whole[one] += member[one, column] < at_most
+    for row in range(rows):
+        least, gain[row], partner[row] = np.inf, 1, 0
+        for turn in range(partners):
+            giver, taker = giving[row, turn if giving.shape[1] > 1 else 0], taking[row, turn]
+            gap = excess[giver // slots] - excess[taker // slots]
+            if gap <= 0:
+                continue
+            for side in range(0 if turn == 0 or giving.shape[1] > 1 or least == np.inf else 1, 2):
+                bin_ = giver if side == 0 else taker
+                for column in range(at_most):
+                    place = column * count[bin_] // at_most if count[bin_] > at_most else column
+                    samples[side, column] = order[start[bin_] + place] if column < count[bin_] else none
+                for one in range(sets):
+                    cost[side, one], token[side, one], size[side, one] = 0, 0, 0
+                    for column in range(width):
+                        sample = samples[side, member[one, column]]
+                        cost[side, one] += costs[sample]
+                        token[side, one] += tokens[sample]
+                        size[side, one] += sample < none
+                    allowed[side, one] = size[side, one] == whole[one]
+            shift, limit = room[taker] - room[giver], np.float32(room[taker] + room[giver])
+            for one in range(sets):
+                weight[0, one], weight[1, one] = np.float32(2 * cost[0, one] - gap), np.float32(2 * cost[1, one])
+                length[0, one], length[1, one] = np.float32(2 * token[0, one] - shift), np.float32(2 * token[1, one])
+            lowest, give, take = np.float32(np.inf), 0, 0
+            for one in range(sets):
+                if allowed[0, one]:
+                    for other in range(1 if size[0, one] == count[giver] else 0, sets):
+                        value = abs(weight[0, one] - weight[1, other])
+                        if value < lowest and allowed[1, other] and abs(length[0, one] - length[1, other]) <= limit:
+                            if one > 0 or size[1, other] < count[taker]:
+                                lowest, give, take = value, one, other
+            if np.float64(lowest) - np.float64(gap) < least:
+                least = np.float64(lowest) - np.float64(gap)
+                gain[row] = abs(2 * (cost[0, give] - cost[1, take]) - gap) - gap if least < 0 else 1
+                partner[row] = turn
+                for column in range(width):
+                    given[row, column] = samples[0, member[give, column]]
+                    taken[row, column] = samples[1, member[take, column]]
