@@ -24,7 +24,7 @@ from hp_nodes.transport import DataTopology
 from hp_nodes.transport.device import backend_problem
 from hp_nodes.types import TensorFieldSpec
 
-__all__ = ["Arguments", "batch_spec", "is_external", "refusals", "worker_arguments"]
+__all__ = ["Arguments", "batch_spec", "is_external", "refusals", "text_batch_spec", "worker_arguments"]
 
 _OWNED = ("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator", "sampler", "shuffle")
 _WORKER_DEFAULTS: dict[str, Any] = {
@@ -80,6 +80,11 @@ def batch_spec(config: DistributedDatasetConfig, given: Arguments) -> Any:
     own = getattr(given["collate_fn"], "model_batch_spec", None)
     if own is not None or not config.repack_sequences or given["collate_fn"] not in (None, collate_text):
         return own
+    return text_batch_spec(config)
+
+
+def text_batch_spec(config: DistributedDatasetConfig) -> dict[str, Any]:
+    """What :func:`hp_nodes.text.collate_text` gives, for ``model_batch_spec``."""
     rows = TensorFieldSpec((config.local_batch_size, config.seq_len), torch.int64)
     return {
         "input_ids": rows,

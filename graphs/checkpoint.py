@@ -1,10 +1,10 @@
 """Checkpoints of a training run: saved whole or not at all, kept a few deep, and a broken one is passed over.
 
 Takes what :func:`torch.distributed.checkpoint.save` takes: the model (plain, DistributedDataParallel or
-``fully_shard``), its optimizer, and plain values; among these the loader's state, which is one string and the same on
-every rank. Every rank writes its own part into ``step_00000012.partial``; then rank 0 adds a list of the files with
-their sizes and checksums and renames the directory. So ``step_00000012`` exists only when it is complete, and damage
-done later is noticed by the list.
+``fully_shard``, split over model peers or not), its optimizer, and values that are no tensors; among these the loader's
+state, which is one string and the same on every rank, or one for each data rank. Every rank writes its own part into
+``step_00000012.partial``; then rank 0 adds a list of the files with their sizes and checksums and renames the
+directory. So ``step_00000012`` exists only when it is complete, and damage done later is noticed by the list.
 
 Requires a directory that all ranks see. A checkpoint resumes on another number of ranks, as far as the loader's does.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -51,7 +52,9 @@ class CheckpointDirectory:
         self._leads = dist.get_rank() == 0
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Save after the update of ``step``. ``values`` are plain data, equal on all ranks."""
+        """Save after the update of ``step``. ``values`` are plain data by name, nested or not; what stands under the
+        same name is the same on every rank that has it.
+        """
         final = self._of(step)
         partial = final.with_suffix(".partial")
         if self._leads:
@@ -68,20 +71,18 @@ class CheckpointDirectory:
                 shutil.rmtree(self._of(old), ignore_errors=True)
         dist.barrier()
 
-    def load_latest(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]
-    ) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest complete checkpoint into ``model`` and ``optimizer``.
+    def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest complete checkpoint into ``model`` and ``optimizer``, on any number of ranks.
 
-        ``values`` is the template: its keys are those that are read. Returns the step and the values, or None when
-        there is no complete checkpoint. Rank 0 chooses, so all ranks load the same.
+        Returns the step and the values of all ranks that saved, or None when there is no complete checkpoint. Rank 0
+        chooses, so all ranks load the same.
         """
         chosen = torch.tensor([self._newest_complete() if self._leads else -1], dtype=torch.int64)
         dist.broadcast(chosen, src=0)
         step = int(chosen.item())
         if step < 0:
             return None
-        state = training_state(model, optimizer, values)
+        state = training_state(model, optimizer, names_of_values(self._of(step)))
         load(state, checkpoint_id=self._of(step))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return step, state["values"]
@@ -107,6 +108,18 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, values: d
     """Everything a checkpoint holds, by parameter names that do not depend on how the model is wrapped."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "values": values}
+
+
+def names_of_values(directory: Path) -> dict[str, Any]:
+    """The values in a checkpoint by name, nested as they were saved, with nothing in their place."""
+    found: dict[str, Any] = {}
+    for place in FileSystemReader(directory).read_metadata().planner_data.values():
+        if place[0] == "values":
+            holder = found
+            for name in place[1:-1]:
+                holder = holder.setdefault(name, {})
+            holder[place[-1]] = None
+    return found
 
 
 def write_contents(directory: Path) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hp_nodes import DistributedDataLoader
@@ -82,9 +84,12 @@ class OptimizerStep:
     """Runs steps. ``model(**batch)`` returns the sum of the losses of the batch's labelled tokens.
 
     Args:
-        model: wrapped by DistributedDataParallel or ``fully_shard``, both of which average gradients over the ranks.
+        model: wrapped by DistributedDataParallel or ``fully_shard``, both of which average gradients over the
+            data-parallel ranks.
         clip: largest gradient norm; gradients above are scaled down.
-        reduce_every_round: False reduces gradients in a step's last round only; for DistributedDataParallel.
+        reduce_every_round: False reduces gradients in a step's last round only; where parameters are not sharded over
+            the data-parallel ranks.
+        peers: ranks that get each micro-batch, among which the model is split.
     """
 
     def __init__(
@@ -95,12 +100,14 @@ class OptimizerStep:
         *,
         clip: float,
         reduce_every_round: bool = True,
+        peers: int = 1,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._clock = clock
         self._clip = clip
         self._reduce_every_round = reduce_every_round
+        self._peers = peers
 
     def __call__(
         self,
@@ -129,11 +136,11 @@ class OptimizerStep:
             labels += batch["num_label_tokens"]
             tokens += delivered.num_tokens or 0
         loss_sum, labels, tokens, stops, *waited = self._over_ranks([loss_sum, labels, tokens, float(stop())])
-        norm = self._update(learning_rate, int(labels))
+        norm = self._update(learning_rate, int(labels) // self._peers)
         return StepResult(
             loss=loss_sum / labels,
-            tokens=int(tokens),
-            label_tokens=int(labels),
+            tokens=int(tokens) // self._peers,  # each peer has counted them
+            label_tokens=int(labels) // self._peers,
             gradient_norm=norm,
             seconds=time.perf_counter() - started,
             data_seconds=data_seconds,
@@ -163,15 +170,34 @@ class OptimizerStep:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
             assert parameter.grad is not None
-            parameter.grad.mul_(dist.get_world_size() / labels)  # the reduction divided by the ranks
-        norm = nn.utils.clip_grad_norm_(parameters, self._clip)
-        if hasattr(norm, "full_tensor"):  # sharded parameters
-            norm = norm.full_tensor()
+            parameter.grad.mul_(dist.get_world_size() // self._peers / labels)  # the reduction divided by the ranks
+        norm = clip_gradients(parameters, self._clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
+
+
+def clip_gradients(parameters: list[nn.Parameter], clip: float) -> float:
+    """Scale gradients down to a norm of ``clip`` over all of them; returns the norm before.
+
+    Parameters may be plain, sharded over the data-parallel ranks, split over model peers, or both: torch computes
+    with tensors of one mesh at a time.
+    """
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = [norm_of_gradients(some) for some in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for some in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(some, clip, norm)
+    return norm.item()
+
+
+def norm_of_gradients(parameters: list[nn.Parameter]) -> Tensor:
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -181,7 +207,9 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Tensor]:
 
 def reducing(model: nn.Module, reduce: bool) -> AbstractContextManager[None]:
     """Where a forward and backward pass reduces gradients over the ranks, or leaves them on this one."""
-    if isinstance(model, DistributedDataParallel) and not reduce:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduce)
+    elif isinstance(model, DistributedDataParallel) and not reduce:
         return model.no_sync()
     return nullcontext()
 

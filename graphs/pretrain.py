@@ -3,9 +3,11 @@
     torchrun --standalone --nproc-per-node 2 -m graphs.pretrain --steps 200
     torchrun --standalone --nproc-per-node 2 -m graphs.pretrain --steps 200 --checkpoint runs/a --resume
     torchrun --standalone --nproc-per-node 2 -m graphs.pretrain --compare 3
+    torchrun --standalone --nproc-per-node 4 -m graphs.pretrain --mode metadata --tp 2
 
 From top to bottom it is what any training program of this kind needs: options, data, model, the loop. The step itself
-is in optimizer_step.py, checkpoints in checkpoint.py, the text in text_records.py; each can be taken alone.
+is in optimizer_step.py, checkpoints in checkpoint.py, the text in text_records.py, its ways of loading in
+data_modes.py; each can be taken alone.
 
 Promises: the run that was killed and resumed has the losses of the one that was not, bit by bit, on the same number of
 ranks. SIGINT and SIGTERM end a run after the update of the step in progress, on every rank, with a checkpoint.
@@ -24,7 +26,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,19 +33,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from graphs import DistributedDatasetConfig, build_distributed_dataloader
 from graphs.checkpoint import CheckpointDirectory
 from graphs.comparison import BALANCED, SAMPLED, compare, measure_costs
+from graphs.data_modes import MODES, make_loader, refusals, split_records
 from graphs.optimizer_step import OptimizerStep, StepResult, WaitingClock, evaluate
 from graphs.step_report import RunReport
 from graphs.text_records import RecordFile, open_or_pack
 from graphs.tokenizer import load_tokenizer
-from graphs.transformer import Transformer, TransformerConfig
+from graphs.transformer import Transformer, TransformerConfig, split_over_peers
 from hp_nodes import DistributedDataLoader
-from hp_nodes.samplers import DistributedBatchSampler
-
-NEVER = 1 - 1e-9
-"""A gain that no plan reaches: every step stays as the sampler laid it out."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,6 +50,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     data.add_argument("--text", type=Path, help="directory of .py, .txt and .rst files (default: the standard library)")
     data.add_argument("--tokenizer", type=Path, help="tokenizer.json, needs the extra 'demo' (default: UTF-8 bytes)")
     data.add_argument("--records", type=Path, default=Path("runs/text.records"), help="where the packed text is kept")
+    data.add_argument("--mode", choices=MODES, default="repack", help="how it is loaded, see data_modes.py")
     data.add_argument("--seq-len", type=int, default=8192)
     data.add_argument("--fill", type=float, default=0.8, help="how full the rows of the record file are made")
     data.add_argument("--workers", type=int, default=0, help="reader processes of each rank")
@@ -69,6 +67,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     model.add_argument("--hidden", type=int, default=64)
     model.add_argument("--layers", type=int, default=2)
     model.add_argument("--heads", type=int, default=2)
+    model.add_argument("--tp", type=int, default=1, help="tensor-parallel peers, which get the same micro-batch")
     model.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     model.add_argument("--learning-rate", type=float, default=3e-3)
     model.add_argument("--warm-up", type=int, default=10, help="steps of linear warm-up; cosine to a tenth follows")
@@ -90,23 +89,46 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     run.add_argument("--block-steps", type=int, default=4, help="steps of a block of --compare")
     options = parser.parse_args(arguments)
+    problems = refusals(options.mode, tp=options.tp, window=options.window, workers=options.workers)
+    problems += tensor_parallel_problems(options)
     if options.resume and options.checkpoint is None:
-        parser.error("--resume needs --checkpoint DIR, the directory to resume from")
+        problems.append("--resume needs --checkpoint DIR, the directory to resume from")
     if options.fsdp and options.no_sync:
-        parser.error(
+        problems.append(
             "--no-sync with --fsdp: sharded parameters are gathered in every round, so ranks meet there anyway"
         )
+    if problems:
+        parser.error("; ".join(problems))
     return options
 
 
-def start_ranks() -> DeviceMesh:
+def tensor_parallel_problems(options: argparse.Namespace) -> list[str]:
+    """Why ``--tp`` does not go with the model, or with the processes that torchrun has started."""
+    tp, ranks = options.tp, int(os.environ.get("WORLD_SIZE", "1"))
+    if tp < 1:
+        return [f"--tp {tp}; accepted: a number of ranks, at least 1"]
+    problems = []
+    if ranks % tp:
+        problems.append(f"--tp {tp} with {ranks} process{'es' if ranks > 1 else ''}; accepted: a multiple of {tp}")
+    if options.heads % tp:
+        problems.append(f"--tp {tp} with --heads {options.heads}; accepted: heads that can be divided among the peers")
+    return problems
+
+
+def start_ranks(options: argparse.Namespace) -> DeviceMesh:
     """One process a rank, as torchrun starts them; a single rank without it. One thread each makes sums repeatable."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    ranks = dist.get_world_size() // options.tp
+    if options.tp == 1:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    if options.fsdp:
+        return init_device_mesh("cpu", (ranks, options.tp), mesh_dim_names=("dp", "tp"))
+    # DistributedDataParallel takes no split parameters; fully_shard over shards of one rank only reduces gradients.
+    return init_device_mesh("cpu", (ranks, 1, options.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
 
 def open_records(options: argparse.Namespace, report: RunReport) -> RecordFile:
@@ -136,65 +158,32 @@ def open_records(options: argparse.Namespace, report: RunReport) -> RecordFile:
     return packed()
 
 
-def split_records(count: int, held_out: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Indices to train on and, evenly spread among them, about ``held_out`` to evaluate on."""
-    every = max(2, count // max(1, held_out))
-    evaluated = np.arange(every - 1, count, every) if held_out else np.arange(0)
-    return np.setdiff1d(np.arange(count), evaluated), evaluated
-
-
-def make_loader(
-    records: RecordFile,
-    indices: np.ndarray[Any, Any],
-    mesh: DeviceMesh,
-    options: argparse.Namespace,
-    *,
-    balance: bool = True,
-    order: str = "shuffle",
-) -> DistributedDataLoader:
-    sampler = DistributedBatchSampler(
-        len(indices),
-        options.local_batch_size,
-        options.global_batch_size,
-        mesh.get_local_rank("dp"),
-        mesh.size(),
-        order=order,
-        seed=options.seed,
-        index_mapping=indices,
-    )
-    rounds = options.global_batch_size // (options.local_batch_size * mesh.size())
-    config = DistributedDatasetConfig(
-        seq_len=options.seq_len,
-        local_batch_size=options.local_batch_size,
-        balance_window_size=options.window or max(1, rounds),
-        repack_sequences=True,
-        objective="makespan" if options.no_sync else "lockstep",
-        min_balance_gain=0.0 if balance else NEVER,
-    )
-    workers = {"num_workers": options.workers}
-    return build_distributed_dataloader(records, mesh, config, batch_sampler=sampler, dataloader_kwargs=workers)
-
-
-def make_model(vocabulary: int, options: argparse.Namespace) -> Transformer:
-    """The same weights on every rank and every number of ranks."""
+def make_model(vocabulary: int, mesh: DeviceMesh, options: argparse.Namespace) -> Transformer:
+    """The same weights on every number of ranks, split over model peers where there are any."""
     torch.manual_seed(options.seed)
     config = TransformerConfig(vocabulary, options.hidden, options.layers, options.heads)
-    return Transformer(config).to(getattr(torch, options.dtype))
+    model = Transformer(config).to(getattr(torch, options.dtype))
+    if options.tp > 1:
+        split_over_peers(model, mesh["tp"])
+    return model
 
 
 def make_step(model: Transformer, mesh: DeviceMesh, options: argparse.Namespace) -> OptimizerStep:
     """The model on all ranks, its optimizer, and the step over both."""
     clock = WaitingClock(model.embedding)
     wrapped: nn.Module = model
+    # One unit, as the model is small. Give each block a fully_shard of its own when the model is not.
     if options.fsdp:
-        # One unit, as the model is small. Give each block a fully_shard of its own when the model is not.
         fully_shard(model, mesh=mesh["dp"])
+    elif options.tp > 1:
+        fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
     else:
         wrapped = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(
         wrapped.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=options.weight_decay
     )
-    return OptimizerStep(wrapped, optimizer, clock, clip=options.clip, reduce_every_round=not options.no_sync)
+    every_round = not options.no_sync
+    return OptimizerStep(wrapped, optimizer, clock, clip=options.clip, reduce_every_round=every_round, peers=options.tp)
 
 
 def learning_rate_at(step: int, options: argparse.Namespace) -> float:
@@ -266,7 +255,7 @@ def resume(
     checkpoints: CheckpointDirectory, step: OptimizerStep, loader: DistributedDataLoader, report: RunReport
 ) -> int:
     """Load the newest complete checkpoint; how many steps it had done, 0 when there is none."""
-    found = checkpoints.load_latest(step.model, step.optimizer, {"loader": loader.state_dict()})
+    found = checkpoints.load_latest(step.model, step.optimizer)
     if found is None:
         report.say(f"no complete checkpoint in {checkpoints.path}: starting from the beginning")
         return 0
@@ -307,7 +296,7 @@ def run(options: argparse.Namespace, mesh: DeviceMesh) -> None:
         report = opened.enter_context(RunReport(total, options.log_file, enabled=leads))
         records = open_records(options, report)
         training, evaluated = split_records(len(records), options.eval_records)
-        model = make_model(records.vocabulary, options)
+        model = make_model(records.vocabulary, mesh, options)
         costs = measure_costs(model, options.seq_len, records.vocabulary) if options.compare else None
         step = make_step(model, mesh, options)
         report.event("start", pids=pids_of_ranks(), options=vars(options), time=time.time())
@@ -332,7 +321,7 @@ def pids_of_ranks() -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    mesh = start_ranks()
+    mesh = start_ranks(options)
     try:
         run(options, mesh)
     finally:

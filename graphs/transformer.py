@@ -18,9 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-__all__ = ["Transformer", "TransformerConfig", "attend_within_documents", "rotate"]
+__all__ = ["Transformer", "TransformerConfig", "attend_within_documents", "rotate", "split_over_peers"]
 
 IGNORED_LABEL = -100
 
@@ -80,28 +82,33 @@ def rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.project_in = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
+        self.head_size = config.hidden // config.heads
+        # Three matrices, so that each can be split by heads.
+        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.key = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.value = nn.Linear(config.hidden, config.hidden, bias=False)
         self.project_out = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], lengths: list[int]) -> Tensor:
-        tokens, width = hidden.shape
-        by_head = self.project_in(hidden).view(tokens, 3, self.heads, width // self.heads).permute(1, 2, 0, 3)
-        query, key, value = by_head.unbind()
+        # As many heads as this rank has: all of them, or its part.
+        query, key, value = (
+            project(hidden).unflatten(-1, (-1, self.head_size)).transpose(0, 1)
+            for project in (self.query, self.key, self.value)
+        )
         attended = attend_within_documents(rotate(query, *angles), rotate(key, *angles), value, lengths)
-        projected: Tensor = self.project_out(attended.transpose(0, 1).reshape(tokens, width))
+        projected: Tensor = self.project_out(attended.transpose(0, 1).flatten(1))
         return projected
 
 
 class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate_and_up = nn.Linear(config.hidden, 2 * config.feed_forward, bias=False)
+        self.gate = nn.Linear(config.hidden, config.feed_forward, bias=False)
+        self.up = nn.Linear(config.hidden, config.feed_forward, bias=False)
         self.down = nn.Linear(config.feed_forward, config.hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_and_up(hidden).chunk(2, dim=-1)
-        projected: Tensor = self.down(F.silu(gate) * up)
+        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
         return projected
 
 
@@ -147,3 +154,22 @@ class Transformer(nn.Module):
             hidden = block(hidden, angles, lengths)
         logits = self.unembedding(self.norm(hidden))
         return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def split_over_peers(model: Transformer, mesh: DeviceMesh) -> None:
+    """Give each rank of ``mesh``, which has one dimension, its part of every block's heads and feed-forward width.
+
+    A matrix that widens is split by its rows, one that narrows by its columns, and the ranks add up what comes out
+    (Shoeybi et al. 2019, section 3). Norms, embedding and unembedding stay whole on every rank.
+
+    Raises:
+        ValueError: the heads cannot be divided among the ranks.
+    """
+    if model.config.heads % mesh.size():
+        raise ValueError(
+            f"{model.config.heads} heads on {mesh.size()} model peers; accepted: a number that divides them"
+        )
+    widening = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
+    narrowing = ("attention.project_out", "feed_forward.down")
+    plan = {f"blocks.*.{name}": ColwiseParallel() for name in widening}
+    parallelize_module(model, mesh, {**plan, **{f"blocks.*.{name}": RowwiseParallel() for name in narrowing}})

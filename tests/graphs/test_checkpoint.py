@@ -48,7 +48,7 @@ def save(path: Path, steps: list[int], keep: int = 9) -> Training:
 
 
 def load(path: Path, into: Training, say: Callable[[str], None] = print) -> tuple[int, dict[str, Any]] | None:
-    return CheckpointDirectory(path, say=say).load_latest(*into, {"loader": {"hp_nodes": ""}})
+    return CheckpointDirectory(path, say=say).load_latest(*into)
 
 
 def names(path: Path) -> list[str]:

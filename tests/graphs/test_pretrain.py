@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import random
 import signal
 import time
@@ -15,74 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.pretrain import learning_rate_at, main, parse_arguments, split_records
+from graphs.data_modes import split_records
+from graphs.pretrain import learning_rate_at, main, parse_arguments
 from graphs.transformer import Transformer
-from tests.graphs.ranks import SECONDS, Ranks
+from tests.graphs.pretrain_scene import EVERY, STEPS, Run
+from tests.graphs.ranks import Ranks
 
-STEPS = 24
-EVERY = 3
 ROUNDS = 2
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 1 to 150 words."""
-    root, words = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(150):
-        content = " ".join(
-            words.choice(("if", "else", "return", "for", "in", "x")) for _ in range(words.randint(1, 150))
-        )
-        (root / f"{number}.txt").write_text(content)
-    return root
-
-
-class Run:
-    """One training run and its files; started again, it continues its log."""
-
-    def __init__(self, text: Path, directory: Path, ranks: int, *options: str) -> None:
-        self.directory = directory
-        self.ranks = ranks
-        directory.mkdir(parents=True, exist_ok=True)
-        # One record file for all runs of a module: it is packed by the first.
-        files = {"--text": text, "--records": text / "records", "--log-file": directory / "log.jsonl"}
-        sizes = {
-            "--seq-len": 256,
-            "--hidden": 16,
-            "--layers": 1,
-            "--heads": 1,
-            "--eval-records": 8,
-            "--global-batch-size": 4,
-        }
-        run = {"--steps": STEPS, "--checkpoint-every": EVERY, "--warm-up": 3}
-        self.arguments = [str(part) for option in (files | sizes | run).items() for part in option] + list(options)
-
-    def start(self, *options: str, main: Any = main) -> Ranks:
-        return Ranks(self.ranks, self.directory / "output.txt", main, [*self.arguments, *options])
-
-    def finish(self, *options: str) -> Run:
-        with self.start(*options) as ranks:
-            ranks.wait()
-        return self
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        path = self.directory / "log.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-    def losses(self) -> dict[int, float]:
-        return {event["step"]: event["loss"] for event in self.events("step")}
-
-    def gradient_norms(self) -> list[float]:
-        return [event["gradient_norm"] for event in self.events("step")]
-
-    def output(self) -> str:
-        return (self.directory / "output.txt").read_text()
-
-    def await_steps(self, count: int) -> None:
-        deadline = time.monotonic() + SECONDS
-        while len(self.events("step")) < count:
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
