@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["best_exchanges", "kernel"]
+__all__ = ["best_exchanges", "kernel", "place_waves"]
 
 
 @cache
@@ -108,3 +108,95 @@ def best_exchanges(
                 for column in range(width):
                     given[row, column] = samples[0, member[give, column]]
                     taken[row, column] = samples[1, member[take, column]]
+
+
+def place_waves(
+    order: NDArray[np.intp],
+    descending: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    costs: NDArray[np.int64],
+    room: NDArray[np.int64],
+    most_room: NDArray[np.int64],
+    share: NDArray[np.int64],
+    need: NDArray[np.int64],
+    empty: NDArray[np.bool_],
+    bins: NDArray[np.int32],
+    place: int,
+    num_empty: int,
+    least_share: int,
+    growth: int,
+    least_wave: int,
+    similar: float,
+    alike: float,
+) -> tuple[int, int]:
+    """Waves of ``construct`` in which every sample fits, beginning with ``order[place]``; changes its arrays.
+
+    Returns place and number of empty bins before the first wave of another kind, which is left to the caller.
+    """
+    units, slots = room.shape
+    count = len(order)
+    chosen, value = np.empty(units, np.intp), np.empty(units, np.float64)
+    slot = np.empty(units, np.intp)
+    while place < count and count - place > num_empty:
+        first_tokens, first_cost = tokens[order[place]], costs[order[place]]
+        wave = min(max(place // growth, least_wave, 1), units)
+        found, fitting = 0, False
+        for unit in range(units):
+            if most_room[unit] >= first_tokens:
+                fitting = True
+                if need[unit] >= first_cost:
+                    chosen[found] = unit
+                    value[found] = need[unit] / -max(share[unit], least_share)
+                    found += 1
+        if found:
+            limit, near = alike * value[:found].min(), 0
+            for one in range(found):
+                near += value[one] <= limit
+            alike_samples = np.searchsorted(descending, -similar * first_tokens, side="right") - place
+            size = min(max(min(near, alike_samples), wave), found)
+        elif fitting:
+            for unit in range(units):
+                if most_room[unit] >= first_tokens:
+                    chosen[found], value[found] = unit, -need[unit]
+                    found += 1
+            size = min(wave, found)
+        else:
+            break
+        size = min(size, count - place - num_empty)
+        if size < found:
+            # The lowest, the first of equal ones, in the order of units.
+            last = np.partition(value[:found], size - 1)[size - 1]
+            below = 0
+            for one in range(found):
+                below += value[one] < last
+            equal, kept = size - below, 0
+            for one in range(found):
+                if value[one] < last or (value[one] == last and equal > 0):
+                    equal -= value[one] == last
+                    chosen[kept], value[kept] = chosen[one], value[one]
+                    kept += 1
+        ranking = np.argsort(value[:size], kind="mergesort")
+        fits = True
+        for one in range(size):
+            unit, needed = chosen[ranking[one]], tokens[order[place + one]]
+            best = -1
+            for other in range(slots):
+                if room[unit, other] >= needed and (best < 0 or room[unit, other] < room[unit, best]):
+                    best = other
+            if best < 0:
+                fits = False
+                break
+            slot[one] = best
+        if not fits:
+            break
+        for one in range(size):
+            unit, sample, best = chosen[ranking[one]], order[place + one], slot[one]
+            bins[sample] = unit * slots + best
+            room[unit, best] -= tokens[sample]
+            share[unit] -= tokens[sample]
+            need[unit] -= costs[sample]
+            most_room[unit] = room[unit].max()
+            num_empty -= empty[unit, best]
+            empty[unit, best] = False
+        place += size
+    return place, num_empty

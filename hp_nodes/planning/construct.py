@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_nodes.planning.compiled import kernel, place_waves
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.levels import Levels
 
@@ -62,6 +63,10 @@ class _Construction:
         descending = np.maximum.accumulate(-instance.tokens[order])
         place, waiting = 0, order[:0]
         while place < len(order) or len(waiting):
+            if not len(waiting):
+                place = self._place_waves(order, descending, place)
+                if place == len(order):
+                    break
             remaining = len(order) - place + len(waiting)
             if remaining <= self.num_empty:
                 self._fill_empty(np.concatenate([waiting, order[place:]]))
@@ -86,6 +91,20 @@ class _Construction:
             waiting = np.concatenate([failed, waiting]) if len(failed) else waiting
         nowhere = np.concatenate(self.nowhere) if self.nowhere else order[:0]
         return self.bins, nowhere[np.argsort(-instance.tokens[nowhere], kind="stable")]
+
+    def _place_waves(self, order: NDArray[np.intp], descending: NDArray[np.int64], place: int) -> int:
+        """The waves in which every sample fits, if they are compiled; returns the place that they reach."""
+        compiled = None if self.left.shape[2] else kernel(place_waves)
+        if compiled is None:
+            return place
+        instance = self.instance
+        samples = order, descending, instance.tokens, instance.costs
+        units = self.room, self.most_room, self.share, self.need, self.empty, self.bins
+        least_wave = min(LEAST_WAVE, instance.units // 16)
+        place, self.num_empty = compiled(
+            *samples, *units, place, self.num_empty, self.least_share, GROWTH, least_wave, SIMILAR, ALIKE
+        )
+        return place
 
     def _neediest(self, sample: int, wave: int, similar: int) -> NDArray[np.intp]:
         """Micro-batches for a wave that starts with ``sample``, one of ``similar`` ones, the densest need first."""
