@@ -25,8 +25,8 @@ class StepSource(BaseNode[Any]):
 
     Args:
         steps: an iterable that can be iterated once an epoch, or a BaseNode.
-        data_parallel_size: for sources whose ``state_dict(num_samples, from_beginning)`` counts over all ranks, as
-            Mosaic Streaming's datasets do.
+        data_parallel_size: for sources whose ``state_dict(num_samples, from_beginning)`` counts samples over all ranks,
+            as Mosaic Streaming's datasets do: every rank is taken to have got as many samples as this one.
 
     Raises:
         ValueError: ``steps`` is neither.
@@ -34,6 +34,7 @@ class StepSource(BaseNode[Any]):
 
     EPOCH_KEY = "epoch"
     ITEMS_KEY = "items"
+    """Rounds given; samples, for a source that counts those."""
     ENDED_KEY = "ended"
     SOURCE_KEY = "source"
     state_scope = "rank"
@@ -110,7 +111,7 @@ class StepSource(BaseNode[Any]):
         except StopIteration:
             self._exhausted = True
             raise
-        self._items += 1
+        self._items += _samples_in(item) if self._counts_samples else 1
         return item
 
     def get_state(self) -> dict[str, Any]:
@@ -162,6 +163,14 @@ class StepSource(BaseNode[Any]):
 
 
 _OF_A_DATALOADER = ("batch_sampler", "sampler", "dataset")
+
+
+def _samples_in(item: Any) -> int:
+    """Samples of a round; of what is none, which the reader above will name, one."""
+    try:
+        return sum(len(samples) for samples in item)
+    except TypeError:
+        return 1
 
 
 def _counts_samples(steps: Any) -> bool:

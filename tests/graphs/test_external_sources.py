@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ class Stream:
 
 
 class Mosaic:
-    """Counts as Mosaic Streaming's datasets do: ``num_samples`` over all ranks, an epoch a call of iter."""
+    """Counts as Mosaic Streaming's datasets do: ``num_samples`` of all ranks, two a round, an epoch a call of iter."""
 
     def __init__(self, rank: int, ranks: int = 2) -> None:
         self.rank, self.ranks = rank, ranks
@@ -59,11 +60,11 @@ class Mosaic:
     def __iter__(self) -> Iterator[Any]:
         epoch, first = self.next_epoch, 0
         if self.resume is not None:
-            epoch, first = self.resume["epoch"], self.resume["sample_in_epoch"] // self.ranks
+            epoch, first = self.resume["epoch"], self.resume["sample_in_epoch"] // (2 * self.ranks)
             self.resume = None
         self.next_epoch = epoch + 1
         for number in range(first, STEPS):
-            yield rounds(self.rank, [1 + 10 * epoch + number])[0]
+            yield rounds(self.rank, [1 + 10 * epoch + number])[0]  # two bins of one sample
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
         assert from_beginning
@@ -171,6 +172,59 @@ def test_resume_at_every_position(name: str, depth: int) -> None:
                     assert found == delivered[rank][position:], position
 
     run_ranks({"dp": 2}, check)
+
+
+class Streamed:
+    """Rounds of two bins from Mosaic Streaming: over its dataset, whose state counts samples, or over its loader."""
+
+    def __init__(self, folder: Path, workers: int | None) -> None:
+        streaming = pytest.importorskip("streaming")
+        rows = streaming.StreamingDataset(
+            local=str(folder), batch_size=2, shuffle=True, shuffle_seed=3, num_canonical_nodes=1
+        )
+        columns = {"batch_size": 2, "num_workers": workers or 0, "collate_fn": as_columns}
+        self.rows = rows if workers is None else streaming.StreamingDataLoader(rows, **columns)
+        self.state_dict, self.load_state_dict = self.rows.state_dict, self.rows.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers: list[int] = []
+        for item in self.rows:
+            numbers += item["number"] if isinstance(item["number"], list) else [item["number"]]
+            if len(numbers) == 2:
+                yield [[(0, number, 1 + number % 3)] for number in numbers]
+                numbers = []
+
+
+def as_columns(rows: Any) -> Any:
+    """The loader counts the samples of a batch by its first column."""
+    return {"number": [row["number"] for row in rows]}
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2], ids=["dataset", "loader", "loader with workers"])
+def test_mosaic_streaming_itself_resumes_at_every_position(workers: int | None, tmp_path: Path) -> None:
+    streaming = pytest.importorskip("streaming")
+    with streaming.MDSWriter(out=str(tmp_path), columns={"number": "int"}, size_limit=200) as shards:
+        for number in range(2 * STEPS):
+            shards.write({"number": number})
+    scene = ExternalScene(lambda rank: Streamed(tmp_path, workers))
+
+    def run(mesh: Any) -> None:
+        with scene.loader(mesh) as loader:
+            states, delivered = [], []
+            for _ in range(2):
+                for batch in loader:
+                    delivered.append((loader.last.epoch, samples_of(batch)))
+                    states.append(pickled(loader.state_dict()))
+        assert sorted(sample[1] for _, samples in delivered for sample in samples) == sorted(2 * list(range(2 * STEPS)))
+        for position, state in enumerate(states[:-1], start=1):
+            with scene.loader(mesh) as again:
+                again.load_state_dict(state)
+                found: list[Any] = []
+                while not found or found[-1][0] == 0:
+                    found += [(again.last.epoch, samples_of(batch)) for batch in again]
+                assert found == delivered[position:], position
+
+    run_ranks({"dp": 1}, run)
 
 
 def test_a_finished_state_goes_on_with_the_next_epoch() -> None:
