@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_nodes.planning.compiled import kernel
+from hp_nodes.planning.compiled import seat as seat_compiled
 from hp_nodes.planning.instance import Instance
 
 __all__ = ["arrange_ranks", "arrange_rounds", "keep_identical", "sort_rounds_of_ranks"]
@@ -205,7 +207,13 @@ def _seat_few(
     there = column[origin] >= 0
     held = np.zeros((groups, width, width))
     held[group[unit[there]], row[unit[there]], column[origin[there]]] = size[there]
-    seat = _exact(held) if width <= EXACT_RANKS else _exchanged(held, _greedy(held))
+    compiled = kernel(seat_compiled)
+    if width <= EXACT_RANKS:
+        seat = _exact(held)
+    elif compiled is not None:
+        seat = compiled(held, EXCHANGES // width)
+    else:
+        seat = _exchanged(held, _greedy(held))
     np.put(rank, members, np.take_along_axis(ranks, seat, axis=1))
 
 
