@@ -149,8 +149,7 @@ class ExternalStepReader(Stage[Window]):
         if self._next_epoch_first:
             self._begin_next_epoch()
         step, number = divmod(self._rounds, self.rounds_per_step)
-        with exchanging(self.name, self._epoch, step):
-            last = self._open()
+        last = self._open()
         if last is None:
             raise StopIteration
         read = self._ahead.popleft()
@@ -187,14 +186,18 @@ class ExternalStepReader(Stage[Window]):
         """
         told, self._told = self._told, None
         opened_before = told is not None
+        located = exchanging(self.name, self._epoch, self._rounds // self.rounds_per_step)
         if told is None:
             record = self.next_opening().view(np.uint8)
-            told = self.transport.all_gather(record, f"{self.name}: opening").view(np.int64)
+            with located:
+                told = self.transport.all_gather(record, f"{self.name}: opening").view(np.int64)
         mine, error = self._brought
         statuses = told[:, 0]
-        if (statuses == Status.END).any() and (statuses == Status.WINDOW).any() and (statuses <= Status.END).all():
+        if (statuses > Status.END).any():
+            with located:
+                check_statuses(self.transport, statuses, error, self.name)
+        if (statuses == Status.END).any() and (statuses == Status.WINDOW).any():
             self._raise_uneven(told)
-        check_statuses(self.transport, statuses, error, self.name)
         self._check_places(told)
         if opened_before and self.announcement is not None:
             raise self._since_opened(self.announcement)

@@ -71,27 +71,31 @@ def test_the_gain_has_to_be_enough() -> None:
 @pytest.mark.parametrize("group", [None, 2])
 @pytest.mark.parametrize("broadcast_plan", [True, False])
 def test_a_window_takes_at_most_five_exchanges(group: int | None, broadcast_plan: bool) -> None:
-    """Numbers, the plan, sizes, the payload when something moves, and the closing, which opens the next window too."""
+    """Numbers, plan, sizes and payload within the group, and one over all ranks, which opens the next window too."""
     scene = ExternalScene(
         lambda rank: rounds(rank, [9 if rank in (0, 2) and number % 2 else 1 for number in range(8)]),
         group=group,
         settings={"broadcast_plan": broadcast_plan, "host_prefetch_depth": 0},
     )
 
-    def run(mesh: Any) -> list[tuple[bool, int]]:
+    def run(mesh: Any) -> list[tuple[bool, int, int]]:
         with scene.loader(mesh) as loader:
-            transports = {id(one): one for one in loader._transports[:2]}.values()
-            found, before = [], 0
+            data, balanced = loader._transports[:2]
+            found, before = [], (0, 0)
             for _ in loader:
-                made = sum(one.exchanges for one in transports)
-                found.append((loader.last.report.plan.accepted, made - before))
+                made = data.exchanges, balanced.exchanges if balanced is not data else 0
+                found.append((loader.last.report.plan.accepted, made[0] - before[0], made[1] - before[1]))
                 before = made
             return found
 
     for first, *others in run_ranks({"dp": 4}, run):
-        assert others == [(number % 2 == 1, 3 + broadcast_plan + number % 2) for number in range(1, 8)]
-        # The first window has an opening of its own, and its numbers outgrow what nothing was known of.
-        assert first == (False, 3 + broadcast_plan + 2)
+        moved = 4 + broadcast_plan
+        assert [sum(counts) for accepted, *counts in others if accepted] == [moved] * 4
+        assert all(sum(counts) < moved for accepted, *counts in others if not accepted)
+        assert group is None or all(everywhere == 1 for _, everywhere, _ in others)
+        # The first has an opening of its own, and its numbers outgrow what nothing was known of.
+        assert not first[0]
+        assert sum(first[1:]) <= moved + 1
 
 
 @pytest.mark.parametrize("size", [3, 0, True, 8])

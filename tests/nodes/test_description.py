@@ -9,6 +9,7 @@ from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 
 from hp_nodes import describe
 from hp_nodes.transport import run_ranks
+from tests.graphs.external_scene import ExternalScene, rounds
 from tests.scenes import Scene
 
 
@@ -41,6 +42,24 @@ def test_threads_exchanges_and_state() -> None:
     assert "exchanges with 2 ranks" in lines["Planner"]
     assert "exchanges, alone" in lines["ModelParallelBroadcaster"]
     assert "state" in lines["WindowSampler"] and "state" not in lines["Packer"]
+
+
+def test_rounds_that_a_reader_of_external_steps_holds_are_counted() -> None:
+    """Of a step of two rounds, one was given; the reader holds the other one, and the next step, before it ends one."""
+
+    def run(mesh: Any) -> Any:
+        scene = ExternalScene(
+            lambda rank: rounds(rank, [1] * 8), rounds_per_step=2, settings={"host_prefetch_depth": 0}
+        )
+        with scene.loader(mesh) as loader:
+            next(loader)
+            return describe(loader.graph)
+
+    described = run_ranks({"dp": 2}, run)[0]
+    (reader,) = (node for node in described.nodes if node.kind == "ExternalStepReader")
+    assert reader.buffered == 3
+    assert reader.exchanges == 1
+    assert "3 buffered" in described and "3 buffered" in described.mermaid and "3 buffered" in described._repr_html_()
 
 
 def test_without_a_thread_none_is_shown() -> None:
