@@ -19,8 +19,10 @@ def check_graph(root: BaseNode[Any]) -> None:
     those that do so anywhere.
 
     Raises:
-        ValueError: with the node and the reason.
+        ValueError: with the node and the reason; or ``root`` is no node.
     """
+    if not isinstance(root, BaseNode):
+        raise ValueError(f"the graph is a {type(root).__name__}; accepted: a torchdata BaseNode, the topmost of a graph")
     names = node_names(root)
     for node in all_nodes(root):
         reason = refusal(node)
