@@ -22,7 +22,9 @@ def check_graph(root: BaseNode[Any]) -> None:
         ValueError: with the node and the reason; or ``root`` is no node.
     """
     if not isinstance(root, BaseNode):
-        raise ValueError(f"the graph is a {type(root).__name__}; accepted: a torchdata BaseNode, the topmost of a graph")
+        raise ValueError(
+            f"the graph is a {type(root).__name__}; accepted: a torchdata BaseNode, the topmost of a graph"
+        )
     names = node_names(root)
     for node in all_nodes(root):
         reason = refusal(node)
