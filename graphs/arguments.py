@@ -234,10 +234,6 @@ def _backend_problems(config: DistributedDatasetConfig, given: Arguments) -> lis
         problem = backend_problem(backend, given["device"])
     except (RuntimeError, TypeError):
         return []  # the device is no device, which is told elsewhere
-    if problem is None and is_external(given) and config.balance_group_size is not None:
-        problem = (  # TODO(device-groups)
-            f"communication_backend {backend!r} with balance_group_size comes later; accepted with it so far: 'gloo'"
-        )
     return [] if problem is None else [f"communication_backend: {problem}"]
 
 

@@ -32,6 +32,7 @@ from hp_nodes.transport.agreement import gather_texts
 from hp_nodes.transport.balance_group import create_balance_group
 from hp_nodes.transport.device import DEVICE_OF
 from hp_nodes.transport.device_tensors import create_tensor_transport
+from hp_nodes.transport.handed_over import HandedOverTransport
 from hp_nodes.transport.topology import Mesh
 from hp_nodes.types import MicroBatch
 
@@ -222,9 +223,7 @@ def _graph(
     data = _data_group(topology, config, device, held)
     if isinstance(parts, ExternalParts):
         assert data is not None
-        balanced = create_balance_group(topology, data, config.balance_group_size)
-        if balanced is not data:
-            held.append(balanced)
+        balanced = _balance_group(topology, config, data, held)
         return external_graph(parts, config, data, balanced, model, device=device)
     if data is None:
         return peer_graph(agreed.start, config, model, tensors, parts.batch_spec)
@@ -254,6 +253,20 @@ def _data_group(
         return create_transport(topology, "data_parallel", **settings) if constructor else None
 
     return _held(held, make()) if backend == "gloo" else _tested_on_all(held, make, "making the data-parallel group")
+
+
+def _balance_group(
+    topology: DataTopology, config: DistributedDatasetConfig, data: Transport, held: list[Transport]
+) -> Transport:
+    """The group within which this rank balances; ``data`` itself where that is everybody."""
+
+    def make() -> Transport | None:
+        made = create_balance_group(topology, data, config.balance_group_size)
+        return None if made is data else made
+
+    if isinstance(data, HandedOverTransport):
+        return _tested_on_all(held, make, "making the balancing groups") or data
+    return _held(held, make()) or data
 
 
 def _tensor_group(

@@ -25,7 +25,7 @@ from hp_nodes.nodes.graph import all_nodes, read_state
 from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import ConsumerClock
-from hp_nodes.transport.handed_over import HandedOverTransport
+from hp_nodes.transport.handed_over import launched_by_consumer
 from hp_nodes.types import MicroBatch
 
 __all__ = ["DevicePrefetcher"]
@@ -78,7 +78,7 @@ class DevicePrefetcher(Stage[MicroBatch]):
         self._source_end: BaseException | None = None
         self._staged: deque[Staged] = deque()
         self._inline = any(
-            isinstance(getattr(node, "transport", None), HandedOverTransport) for node in all_nodes(source)
+            launched_by_consumer(node.transport) is not None for node in all_nodes(source) if hasattr(node, "transport")
         )
         assert self.edge is not None
         staging = None if accelerator is None else DeviceStaging(accelerator, depth + _SPARE_SLOTS, cpu_fields)

@@ -26,7 +26,7 @@ from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
 from hp_nodes.nodes.skip_count import SkipCount, skip_limit
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import Transport
-from hp_nodes.transport.handed_over import HandedOverTransport
+from hp_nodes.transport.handed_over import launched_by_consumer
 from hp_nodes.transport.opening import Status, check_statuses
 from hp_nodes.types import MicroBatch
 
@@ -63,6 +63,7 @@ class HostPrefetcher(Stage[MicroBatch]):
         self.transport = transport
         self.depth = depth
         self.clock = transport.clock
+        self._handed_over = launched_by_consumer(transport)
         self._unit: deque[tuple[MicroBatch, dict[str, Any]]] = deque()
         self._delivered = 0
         """Windows of which a micro-batch was delivered since the last reset."""
@@ -113,8 +114,8 @@ class HostPrefetcher(Stage[MicroBatch]):
 
     def _launch_ahead(self, mark: str) -> None:
         """With the first micro-batch of a window, the plan of one ``depth`` later; with the last, its exchange."""
-        if self._ahead is not None and isinstance(self.transport, HandedOverTransport):
-            self.transport.launch_through(mark, self._delivered + self.depth)
+        if self._ahead is not None and self._handed_over is not None:
+            self._handed_over.launch_through(mark, self._delivered + self.depth)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the thread: at the agreed place, or, because of an error, after telling the other ranks of it."""
@@ -138,9 +139,8 @@ class HostPrefetcher(Stage[MicroBatch]):
 
     def _run_ahead(self) -> RunAhead[Unit]:
         self.clock.in_background()
-        handed_over = self.transport if isinstance(self.transport, HandedOverTransport) else None
         wake = self.transport.interrupt
-        return RunAhead(self._pull, self.depth, self.clock, self.name, wake, handed_over, self.times)
+        return RunAhead(self._pull, self.depth, self.clock, self.name, wake, self._handed_over, self.times)
 
     def _next_window(self) -> Unit:
         if self._end is not None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport import DataTopology, Transport, create_transport
+from hp_nodes.transport.handed_over import HandedOverTransport, launched_by_consumer
 from hp_nodes.transport.protocol import Bytes
 
 __all__ = ["CoupledTransport", "create_balance_group"]
@@ -51,9 +52,22 @@ def create_balance_group(topology: DataTopology, data: Transport, group_size: in
     if len(places) == data.size:
         return data
     members = tuple(data.global_ranks[place] for place in places)
-    group = create_transport(dataclasses.replace(topology, constructor_ranks=members), timeout_s=data.timeout_s)
+    group = _group_of(topology, data, members)
     group.clock = data.clock
     return CoupledTransport(group, data)
+
+
+def _group_of(topology: DataTopology, data: Transport, members: tuple[int, ...]) -> Transport:
+    """Over the backend of ``data``. One that the consuming thread launches is launched with ``data``: one background
+    thread uses both, and its consumer launches in one order.
+    """
+    if isinstance(data, HandedOverTransport) and topology.world is None and len(members) > 1:
+        from hp_nodes.transport.device import create_beside
+
+        return create_beside(data, members, topology.global_rank)
+    own = dataclasses.replace(topology, constructor_ranks=members)
+    group = create_transport(own, timeout_s=data.timeout_s)
+    return HandedOverTransport(group, beside=data) if isinstance(data, HandedOverTransport) else group
 
 
 def _places_on_this_node(data: Transport) -> list[int]:
@@ -76,6 +90,7 @@ class CoupledTransport:
         self.timeout_s = transport.timeout_s
         self.clock = transport.clock
         self.lost = False
+        self.handed_over = launched_by_consumer(transport)
         self._transport = transport
         self._other = other
 

@@ -24,7 +24,15 @@ from hp_nodes.transport.distributed import GroupTransport, HostLane, Lane
 from hp_nodes.transport.handed_over import HandedOverTransport
 from hp_nodes.transport.protocol import Bytes, Transport
 
-__all__ = ["DEVICE_OF", "DeviceLane", "backend_problem", "backend_version", "create_device_transport", "self_test"]
+__all__ = [
+    "DEVICE_OF",
+    "DeviceLane",
+    "backend_problem",
+    "backend_version",
+    "create_beside",
+    "create_device_transport",
+    "self_test",
+]
 
 DEVICE_OF = {"nccl": "cuda", "hccl": "npu", "gloo": "cpu"}
 """The type of device that each backend works on. Gloo stands in for the others in tests."""
@@ -77,8 +85,8 @@ class DeviceLane:
     gathers_by_all_to_all = False
 
     def __init__(self, backend: str, device: torch.device) -> None:
-        self._backend = backend
-        self._device = device
+        self.backend = backend
+        self.device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
@@ -89,7 +97,7 @@ class DeviceLane:
         The backend's own limit is set far away: an exchange may rightly wait for as long as another rank evaluates.
         """
         never = datetime.timedelta(days=7)
-        if self._backend == "nccl":
+        if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = never
             return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -101,17 +109,17 @@ class DeviceLane:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        with self._module.device(self._device), self._module.stream(self._stream):
+        with self._module.device(self.device), self._module.stream(self._stream):
             yield
 
     def entered(self) -> AbstractContextManager[Any]:
         return self._entered()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def load(self, array: Bytes) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def unload(self, tensor: torch.Tensor) -> Bytes:
         """Waits for the copy, which is queued on this lane's stream behind the exchange."""
@@ -158,6 +166,19 @@ def create_device_transport(
         transport.close()
         raise
     return HandedOverTransport(transport)
+
+
+def create_beside(data: HandedOverTransport, global_ranks: tuple[int, ...], global_rank: int) -> HandedOverTransport:
+    """A transport of some of the ranks of ``data``, over the same backend and device, tested; launched where those of
+    ``data`` are, by the same thread.
+
+    Raises:
+        RuntimeError: a member did not come, or the self-test failed on this rank.
+    """
+    lane = data.inner.lane if isinstance(data.inner, GroupTransport) else None
+    backend, device = (lane.backend, lane.device) if isinstance(lane, DeviceLane) else ("gloo", None)
+    made = create_device_transport(global_ranks, global_rank, data.timeout_s, backend=backend, device=device)
+    return HandedOverTransport(made.inner, beside=data)
 
 
 def self_test(transport: Transport, backend: str) -> None:

@@ -124,41 +124,41 @@ class GroupTransport:
         self.clock = ConsumerClock()
         self.exchanges = 0
         _forget_abandoned()
-        self._lane = lane or HostLane()
+        self.lane = lane or HostLane()
         self._interrupted = False
         self._pending: Any = None
         self._store = meet(global_ranks, self.rank, timeout_s)
         limit = datetime.timedelta(seconds=timeout_s)
-        self._group: Any = self._lane.make_group(self._store, self.rank, self.size, limit)
+        self._group: Any = self.lane.make_group(self._store, self.rank, self.size, limit)
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
-        if self._lane.gathers_by_all_to_all and self.size * len(local) <= _FEW_BYTES:
+        if self.lane.gathers_by_all_to_all and self.size * len(local) <= _FEW_BYTES:
             each = [len(local)] * self.size
             return self.all_to_all(np.tile(local, self.size), each, each, where).reshape(self.size, len(local))
-        with self._lane.entered():
-            out, mine = self._lane.empty(self.size * len(local)).view(self.size, len(local)), self._lane.load(local)
+        with self.lane.entered():
+            out, mine = self.lane.empty(self.size * len(local)).view(self.size, len(local)), self.lane.load(local)
             options = _patient(AllgatherOptions())
             self._wait(where, lambda: self._group.allgather([list(out.unbind(0))], [mine], options))
-            return self._lane.unload(out)
+            return self.lane.unload(out)
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
         options = _patient(BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        with self._lane.entered():
-            tensor = self._lane.load(buffer)
+        with self.lane.entered():
+            tensor = self.lane.load(buffer)
             self._wait(where, lambda: self._group.broadcast([tensor], options))
-            got = self._lane.unload(tensor)
+            got = self.lane.unload(tensor)
         if self.rank != root and got.ctypes.data != buffer.ctypes.data:
             np.copyto(buffer, got)
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
         incoming, outgoing = [int(size) for size in receive_sizes], [int(size) for size in send_sizes]
         options = _patient(AllToAllOptions())
-        with self._lane.entered():
-            out, given = self._lane.empty(sum(incoming)), self._lane.load(send)
+        with self.lane.entered():
+            out, given = self.lane.empty(sum(incoming)), self.lane.load(send)
             self._wait(where, lambda: self._group.alltoall_base(out, given, incoming, outgoing, options))
-            return self._lane.unload(out)
+            return self.lane.unload(out)
 
     def mark(self, name: str) -> None:
         """Nobody waits for marks here."""
@@ -197,7 +197,7 @@ class GroupTransport:
                 self._check(where, start)
                 # It may complete between a slice that passed and here: what it has to say is asked for below.
                 with contextlib.suppress(RuntimeError):
-                    self._lane.rest(work)
+                    self.lane.rest(work)
             work.wait()
             self._pending = None
         except (RuntimeError, ValueError) as error:

@@ -18,7 +18,7 @@ from typing import Any
 from hp_nodes.errors import DataPlaneError
 from hp_nodes.transport.protocol import Bytes, ConsumerClock, Transport
 
-__all__ = ["HandedOverTransport"]
+__all__ = ["HandedOverTransport", "launched_by_consumer"]
 
 _POLL_S = 0.05
 
@@ -42,61 +42,79 @@ class _Request:
         self.done.set()
 
 
+class _Queue:
+    """What one background thread has posted, for its consumer; shared by all transports that it uses."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.posted: deque[_Request] = deque()
+        self.marks: Counter[str] = Counter()
+        self.background: threading.Thread | None = None
+
+
 class HandedOverTransport:
     """A transport whose exchanges run on the consuming thread.
 
     Args:
         inner: does the exchanges.
+        beside: of a larger group, used by the same background thread: what is posted to either is launched in the order
+            in which it was posted, at the places of the larger one.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+    def __init__(self, inner: Transport, beside: HandedOverTransport | None = None) -> None:
+        self.inner = inner
         self.rank = inner.rank
         self.size = inner.size
         self.global_ranks = inner.global_ranks
         self.timeout_s = inner.timeout_s
-        self.clock: ConsumerClock = inner.clock
-        self._condition = threading.Condition()
-        self._posted: deque[_Request] = deque()
-        self._marks: Counter[str] = Counter()
-        self._background: threading.Thread | None = None
+        self._queue = _Queue() if beside is None else beside._queue
         self._interrupted = False
 
     @property
+    def clock(self) -> ConsumerClock:
+        return self.inner.clock
+
+    @clock.setter
+    def clock(self, value: ConsumerClock) -> None:
+        self.inner.clock = value
+
+    @property
     def exchanges(self) -> int:
-        return self._inner.exchanges
+        return self.inner.exchanges
 
     @exchanges.setter
     def exchanges(self, value: int) -> None:
-        self._inner.exchanges = value
+        self.inner.exchanges = value
 
     # ---- the background thread's side; any other thread's exchanges run at once
 
     def all_gather(self, local: Bytes, where: str) -> Bytes:
-        gathered: Bytes = self._post(lambda: self._inner.all_gather(local, where), where)
+        gathered: Bytes = self._post(lambda: self.inner.all_gather(local, where), where)
         return gathered
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
-        self._post(lambda: self._inner.broadcast(buffer, root, where), where)
+        self._post(lambda: self.inner.broadcast(buffer, root, where), where)
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive_sizes: Sequence[int], where: str) -> Bytes:
-        received: Bytes = self._post(lambda: self._inner.all_to_all(send, send_sizes, receive_sizes, where), where)
+        received: Bytes = self._post(lambda: self.inner.all_to_all(send, send_sizes, receive_sizes, where), where)
         return received
 
     def mark(self, name: str) -> None:
         """Everything before this place of a window's sequence has been exchanged."""
-        if threading.current_thread() is self._background:
-            with self._condition:
-                self._marks[name] += 1
-                self._condition.notify_all()
+        queue = self._queue
+        if threading.current_thread() is queue.background:
+            with queue.condition:
+                queue.marks[name] += 1
+                queue.condition.notify_all()
 
     def _post(self, run: Callable[[], Any], where: str) -> Any:
-        if threading.current_thread() is not self._background:
+        queue = self._queue
+        if threading.current_thread() is not queue.background:
             return run()
         request = _Request(run)
-        with self._condition:
-            self._posted.append(request)
-            self._condition.notify_all()
+        with queue.condition:
+            queue.posted.append(request)
+            queue.condition.notify_all()
         while not request.done.wait(_POLL_S):
             if self._interrupted:
                 error = DataPlaneError(f"{where}: interrupted, because this rank's loader was closed")
@@ -110,35 +128,41 @@ class HandedOverTransport:
 
     def serve(self, background: threading.Thread) -> None:
         """From now on launch for this thread."""
-        with self._condition:
-            self._background = background
-            self._posted.clear()
-            self._marks.clear()
+        queue = self._queue
+        with queue.condition:
+            queue.background = background
+            queue.posted.clear()
+            queue.marks.clear()
 
     def launch_through(self, mark: str, count: int) -> None:
         """Launch what is posted until ``mark`` has been met ``count`` times, or the background thread has ended."""
-        self.launch_until(lambda: self._marks[mark] >= count)
+        self.launch_until(lambda: self._queue.marks[mark] >= count)
 
     def launch_until(self, enough: Callable[[], bool]) -> None:
         """Launch what is posted until ``enough()``, or until the background thread has ended."""
+        queue = self._queue
         while True:
-            with self._condition:
-                while not enough() and not self._posted:
-                    background = self._background
-                    if background is None or not background.is_alive():
+            with queue.condition:
+                while not enough() and not queue.posted:
+                    if queue.background is None or not queue.background.is_alive():
                         return
-                    self._condition.wait(_POLL_S)
+                    queue.condition.wait(_POLL_S)
                 if enough():
                     return  # what is posted behind the mark waits for its own place
-                request = self._posted.popleft()
+                request = queue.posted.popleft()
             request.launch()
 
     def interrupt(self) -> None:
-        with self._condition:
+        with self._queue.condition:
             self._interrupted = True
-            self._condition.notify_all()
-        self._inner.interrupt()
+            self._queue.condition.notify_all()
+        self.inner.interrupt()
 
     def close(self) -> None:
         self.interrupt()
-        self._inner.close()
+        self.inner.close()
+
+
+def launched_by_consumer(transport: Transport) -> HandedOverTransport | None:
+    """The transport whose exchanges the consuming thread must launch, where ``transport`` is one or rests on one."""
+    return transport if isinstance(transport, HandedOverTransport) else getattr(transport, "handed_over", None)
