@@ -235,6 +235,11 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
         dataset[DOCUMENTS]
 
 
+def test_a_column_is_anything_with_lengths_and_items() -> None:
+    with pytest.raises(ValueError, match="the column is a list_iterator; accepted: anything with __getitem__, __len__"):
+        TokenDataset(iter(corpus()))
+
+
 @pytest.mark.parametrize("tokens", [[], [[1, 2]], [1.5], "text"])
 def test_a_document_is_a_list_of_integers(tokens: Any) -> None:
     with pytest.raises(ValueError, match="1-D integers"):

@@ -66,6 +66,11 @@ EXTERNAL: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "no metadata_fn": ({"metadata_fn": None}, {"dp": 2}, "metadata_fn is missing; accepted"),
     "no source": ({"steps": 7}, {"dp": 2}, "external_step_source is a int; accepted: an iterable"),
     "rounds": ({"steps": OddRounds()}, {"dp": 2}, "rounds_per_step is 0; accepted: an int >= 1"),
+    "repacking": (
+        {"pack_fn": max, "config": {"repack_sequences": True}},
+        {"dp": 2},
+        "repack_sequences has its own pack; accepted with it: no pack_fn",
+    ),
     "objective": (
         {"balancing_algorithm": Divergent(False), "config": {"objective": "balance"}},
         {"dp": 2},

@@ -154,6 +154,26 @@ def test_an_oversized_sample_is_alone_in_its_bin_which_is_flagged(ranks: int) ->
         run_ranks({"dp": ranks}, first_step)
 
 
+def test_a_record_that_exceeds_a_budget_is_an_error_that_names_both() -> None:
+    """CONTRACT 6: a record fits one bin, tokens and every budget."""
+    counted = {"metadata_fn": lambda part: SampleMetadata(len(part), packing_costs={"documents": 1, "any": 0})}
+
+    def run(mesh: Any) -> str:
+        settings = {"packing_budgets": {"any": 1, "documents": 2}}
+        with (
+            loader_of("split", mesh, Texts(), 4, settings, **counted) as loader,
+            pytest.raises(DataPlaneError) as caught,
+        ):
+            next(loader)
+        return str(caught.value).split("\n")[0]
+
+    texts = run_ranks({"dp": 2}, run)
+    assert texts[0] == texts[1]
+    first = next(place for place, index in enumerate(chosen(0)) if len(Texts().lengths[index]) == 3)
+    assert "puts 3.0 of budget 'documents', its limit is 2.0" in texts[0]
+    assert f"({first}, 0), sample ({first}, 1), sample ({first}, 2)" in texts[0]
+
+
 def test_pad_token_id_is_what_rows_end_with_and_what_records_lose_at_their_end() -> None:
     class Padded(Texts):
         """Every record ends with two tokens that are padding."""

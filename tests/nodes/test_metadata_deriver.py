@@ -249,6 +249,19 @@ def test_costs_of_another_shape_are_refused(costs: Any) -> None:
         window_of(TOKENS, cost_model=Short())
 
 
+@pytest.mark.parametrize("given", [3.0, None, {"llm": 3.0}])
+def test_what_a_cost_model_gives_is_checked(given: Any) -> None:
+    with pytest.raises(TypeError, match="the cost model returned .*; accepted: a WorkloadCost") as caught:
+        window_of(TOKENS, cost_model=lambda metadata: given, order=[3, 0])
+    assert "index 3" in caught.value._hp_nodes_location["sample"]
+
+
+def test_a_cost_is_its_llm_component_alone() -> None:
+    """The others are the user's own; nothing is balanced by them."""
+    costs = [WorkloadCost(9, 9, 9, llm=float(n), memory=9, communication=9) for n in range(8)]
+    assert window_of([SampleMetadata(1, cost) for cost in costs]).costs.tolist() == ORDER
+
+
 def test_exactly_one_of_the_two_sources() -> None:
     for arguments in ({}, {"metadata": TOKENS, "metadata_fn": lambda record: SampleMetadata(1)}):
         with pytest.raises(ValueError, match="accepted: exactly one"):

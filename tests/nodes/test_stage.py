@@ -6,10 +6,23 @@ from typing import Any
 
 import pytest
 
-from hp_nodes import DistributedDataLoader, SampleReader, StepCheckpointer, WindowSampler
+from hp_nodes import (
+    Collator,
+    DataPlaneError,
+    DistributedDataLoader,
+    MetadataDeriver,
+    Packer,
+    Planner,
+    Router,
+    SampleMetadata,
+    SampleReader,
+    Splitter,
+    StepCheckpointer,
+    WindowSampler,
+)
 from hp_nodes.nodes.graph import node_names
 from hp_nodes.samplers import DistributedBatchSampler
-from hp_nodes.transport import run_ranks
+from hp_nodes.transport import SingleRankTransport, run_ranks
 from tests.scenes import Scene
 
 
@@ -48,6 +61,38 @@ def test_an_entry_goes_to_the_node_of_its_name_only() -> None:
             graph.reset({"hp_nodes": entries})
     graph.reset(state)
     assert [key.position for key in next(graph).keys] == [2, 3]
+
+
+ALONE = SingleRankTransport()
+OUT_OF_ORDER = {
+    "Splitter": (lambda: Splitter(sampler(), list), "has no samples; a SampleReader below the Splitter fills them"),
+    "MetadataDeriver": (
+        lambda: MetadataDeriver(sampler(), SampleMetadata),
+        "has no samples; a SampleReader below the MetadataDeriver fills them",
+    ),
+    "Planner": (
+        lambda: Planner(SampleReader(sampler(), [1] * 8), ALONE, seq_len=8, local_batch_size=2),
+        "has no metadata; a MetadataDeriver below the Planner fills it",
+    ),
+    "Router": (
+        lambda: Router(SampleReader(sampler(), [1] * 8), ALONE),
+        "has no plan or no samples; a SampleReader and a Planner below the Router fill them",
+    ),
+    "Packer": (
+        lambda: Packer(SampleReader(sampler(), [1] * 8), seq_len=8, local_batch_size=2),
+        "samples are not where the plan wants them; a Router below the Packer brings them",
+    ),
+    "Collator": (lambda: Collator(sampler(), local_batch_size=2), "has no packed bins; a Packer below the Collator"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_ORDER)
+def test_a_node_that_finds_the_field_it_needs_empty_says_which_node_fills_it(name: str) -> None:
+    make, text = OUT_OF_ORDER[name]
+    node = make()
+    node.reset(None)
+    with pytest.raises((ValueError, DataPlaneError), match=text):
+        next(node)
 
 
 def test_a_closed_loader_says_so() -> None:

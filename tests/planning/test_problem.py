@@ -46,6 +46,11 @@ def build(**changed: Any) -> PackingProblem:
         ({"seq_len": 0}, r"seq_len is 0; accepted: an int >= 1"),
         ({"data_parallel_size": True}, r"data_parallel_size is True"),
         ({"num_rounds": 2.0}, r"num_rounds is 2.0"),
+        (
+            {"num_rounds": 2**30, "local_batch_size": 2},
+            r"bins \(ranks \* rounds \* slots\); accepted: fewer than 2\*\*31",
+        ),
+        ({"budgets": [[1.0]] * 3, "budget_limits": [4.0, 4.0]}, r"budgets has shape \(3, 1\); accepted: \(3, 2\)"),
         ({"sizes": [1, -1, 1]}, r"sizes must be at least 0: sample 8 has -1"),
         ({"budgets": [[1.0]] * 3}, r"together or not at all"),
         ({"budgets": [[1.0]] * 3, "budget_limits": [-1.0]}, r"budget_limits is \[-1.0\]"),
