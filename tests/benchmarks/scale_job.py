@@ -164,12 +164,10 @@ class Job:
         node = Splitter(SampleReader(node, self.records), documents)
         return MetadataDeriver(node, count_tokens, cost_model=CausalAttentionCostModel())
 
-    def graph(self, rank: int, transport: Transport, *, depth: int = 0, broadcast_plan: bool = True) -> HostPrefetcher:
-        """The whole graph of one rank."""
+    def graph(self, rank: int, transport: Transport, *, depth: int = 0, **planning: Any) -> HostPrefetcher:
+        """The whole graph of one rank. ``planning``: further arguments of the Planner."""
         length = self.records.seq_len
-        planner = Planner(
-            self.window_source(rank), transport, seq_len=length, local_batch_size=1, broadcast_plan=broadcast_plan
-        )
+        planner = Planner(self.window_source(rank), transport, seq_len=length, local_batch_size=1, **planning)
         packer = Packer(Router(planner, transport), seq_len=length, local_batch_size=1)
         return HostPrefetcher(Collator(packer, local_batch_size=1), transport, depth)
 
