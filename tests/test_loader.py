@@ -1,4 +1,4 @@
-"""Epochs, positions and state, as the loops that people write meet them."""
+"""CONTRACT 2 and 9: epochs, positions and state, as the loops that people write meet them."""
 
 from __future__ import annotations
 

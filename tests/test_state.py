@@ -1,4 +1,4 @@
-"""What a state promises: which runs it resumes, what may change in between, what it costs, and what it refuses."""
+"""CONTRACT 9: which runs a state resumes, what may change in between, what it costs, and what it refuses."""
 
 from __future__ import annotations
 

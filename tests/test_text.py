@@ -1,4 +1,4 @@
-"""Built-in text: what is packed is what was split, padding is told from text, documents attend to themselves alone."""
+"""CONTRACT 6: packed is what was split, padding is told from text, documents attend to themselves alone."""
 
 from __future__ import annotations
 

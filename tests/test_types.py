@@ -1,4 +1,4 @@
-"""The values on the edges refuse what no stage could use, and say what they accept."""
+"""CONTRACT 5: the values on the edges refuse what no stage could use, and say what they accept."""
 
 from __future__ import annotations
 

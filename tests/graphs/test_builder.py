@@ -1,4 +1,4 @@
-"""Construction: one agreement, the same answer on every rank, nothing read or left behind before it."""
+"""CONTRACT 2: construction: one agreement, the same answer on every rank, nothing read or left behind before it."""
 
 from __future__ import annotations
 

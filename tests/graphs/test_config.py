@@ -1,4 +1,4 @@
-"""Every field of the configuration: its default, what it accepts, and a refusal that says so."""
+"""CONTRACT 1: every field of the configuration: its default, what it accepts, and a refusal that says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loader with a device, on a stand-in in the place of CUDA: the same batches, staged, and what stays on the host."""
+"""CONTRACT 8, on a stand-in for CUDA: the same batches, staged, and what stays on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device prefetch in a graph: staged ahead, in order, resumed exactly, given back."""
+"""CONTRACT 8: device prefetch in a graph: staged ahead, in order, resumed exactly, given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging to a device, shown on a stand-in: no wrong byte, whatever is late; no host that waits; nothing that grows."""
+"""CONTRACT 8, on a stand-in: no wrong byte, whatever is late; no host that waits; nothing that grows."""
 
 from __future__ import annotations
 

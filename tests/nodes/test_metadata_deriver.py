@@ -1,4 +1,4 @@
-"""Metadata from samples and from tables of every kind; costs one by one and all at once."""
+"""CONTRACT 5: metadata from samples and from tables of every kind; costs one by one and all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading, with and without workers: the same samples in the same order, exact run-ahead, nothing left behind."""
+"""CONTRACT 4: reading with and without workers: the same samples in order, exact run-ahead, nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that cannot be read are replaced, the same ones on any number of ranks, counted by all, and not too many."""
+"""CONTRACT 4: what cannot be read is replaced, the same on any number of ranks, counted by all, not too often."""
 
 from __future__ import annotations
 

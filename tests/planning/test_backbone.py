@@ -1,4 +1,4 @@
-"""FLOPs of a decoder from its configuration."""
+"""CONTRACT 5: FLOPs of a decoder from its configuration."""
 
 from __future__ import annotations
 

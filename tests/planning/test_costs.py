@@ -1,4 +1,4 @@
-"""Cost models: one by one, many at once, and fitted."""
+"""CONTRACT 5: cost models: one by one, many at once, and fitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of windows, and of the step that they make up."""
+"""CONTRACT 11: reports of windows, and of the step that they make up."""
 
 from __future__ import annotations
 

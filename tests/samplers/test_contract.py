@@ -1,4 +1,4 @@
-"""A user's own batch sampler is told what differs from the contract, all at once."""
+"""CONTRACT 3: a user's own batch sampler is told what differs from the contract, all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedBatchSampler: each rank's slice of one global order, from any cursor, on any number of ranks."""
+"""CONTRACT 3: each rank's slice of one global order, from any cursor, on any number of ranks."""
 
 from __future__ import annotations
 
