@@ -1,4 +1,4 @@
-"""Step times of a real model, predicted and measured: the transformer of ``graphs.pretrain``, fed by each way.
+"""Step times of a real model, predicted and measured: the transformer that ``graphs.pretrain`` trains, fed by each way.
 
 On two ranks that reduce gradients in every round. Predicted: seconds fitted to the model's own forward and backward
 (:func:`graphs.comparison.measure_costs`), summed over the rounds for the slowest rank. Ways deliver different numbers
@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from graphs.comparison import measure_costs
 from graphs.optimizer_step import model_inputs
-from graphs.pretrain import make_model, parse_arguments
+from graphs.transformer import Transformer, TransformerConfig
 from tests.benchmarks.record import Row, interleaved
 from tests.benchmarks.side_by_side.columns import Options, against
 from tests.benchmarks.side_by_side.corpus import SEQ_LEN, Documents, prepare
@@ -42,9 +41,9 @@ class Trainer:
 
 def prepare_model(rank: int, size: int, setting: Setting) -> None:
     if Trainer.model is None:
-        init_device_mesh("cpu", (size,))
         vocabulary = Documents(setting.path).records.vocabulary
-        model = make_model(vocabulary, parse_arguments([]))
+        torch.manual_seed(1234)
+        model = Transformer(TransformerConfig(vocabulary))
         Trainer.costs = measure_costs(model, SEQ_LEN, vocabulary)
         Trainer.model = DistributedDataParallel(model)
         Trainer.optimizer = torch.optim.AdamW(Trainer.model.parameters(), lr=1e-4)
@@ -81,7 +80,7 @@ def train_steps(rank: int, size: int, name: str, setting: Setting, steps: int) -
 def train(options: Options) -> list[Row]:
     setting = Setting(prepare("functions"), rows_of_step=8)
     predicted: dict[str, list[float]] = {name: [] for name in TRAINED if name in options.names}
-    steps = 1 if options.quick else 6
+    steps = 1 if options.quick else 10
     with Ranks() as ranks:
 
         def seconds(name: str) -> float:
@@ -90,6 +89,6 @@ def train(options: Options) -> list[Row]:
             predicted[name].append(float(np.max([rank["predicted"] for rank in told], axis=0).sum() / millions))
             return float(max(rank["seconds"] for rank in told) / millions)
 
-        measured = interleaved({name: partial(seconds, name) for name in predicted}, min(3, options.repeats))
+        measured = interleaved({name: partial(seconds, name) for name in predicted}, min(2, options.repeats))
     what = "training of 10⁶ tokens, lockstep"
     return against(measured, f"{what}, measured", "s", "train") + against(predicted, f"{what}, predicted", "s", "train")
