@@ -67,7 +67,11 @@ class WorkloadCost:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            try:
+                fine = math.isfinite(value) and value >= 0
+            except TypeError:  # no number
+                fine = False
+            if not fine:
                 raise ValueError(f"cost component {name!r} is {value!r}; accepted: a finite number >= 0")
 
 
@@ -102,7 +106,11 @@ class SampleMetadata:
         if tokens < 1:
             raise ValueError(f"pack_tokens is {tokens!r}; accepted: an int >= 1")
         for name, value in self.packing_costs.items():
-            if not (math.isfinite(value) and value >= 0):
+            try:
+                fine = math.isfinite(value) and value >= 0
+            except TypeError:  # no number
+                fine = False
+            if not fine:
                 raise ValueError(f"packing cost {name!r} is {value!r}; accepted: a finite number >= 0")
 
 

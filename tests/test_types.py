@@ -18,7 +18,7 @@ COST_COMPONENTS = ("io", "transform", "encoder", "llm", "memory", "communication
 
 
 @pytest.mark.parametrize("component", COST_COMPONENTS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, -1e-300])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, -1e-300, None, "3", 1j, [1.0]])
 def test_a_cost_component_is_finite_and_not_negative(component: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"'{component}' is .*; accepted: a finite number >= 0"):
         WorkloadCost(**{component: value})
@@ -39,7 +39,7 @@ def test_pack_tokens_may_be_any_integer_type(tokens: int) -> None:
     assert SampleMetadata(pack_tokens=tokens).pack_tokens == tokens
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, None, "3"])
 def test_a_packing_cost_is_finite_and_not_negative_and_is_named(value: float) -> None:
     with pytest.raises(ValueError, match="packing cost 'images' is .*; accepted: a finite number >= 0"):
         SampleMetadata(pack_tokens=1, packing_costs={"videos": 1.0, "images": value})
