@@ -64,8 +64,8 @@ def test_defaults() -> None:
 
 LOADER = "set_epoch state_dict load_state_dict close __enter__ __exit__ __iter__ __next__ __len__"
 TOPOLOGY = "data_rank data_parallel_size is_constructor constructor_ranks model_parallel_ranks global_rank"
-SAMPLER = """total_samples micro_batch_size global_batch_size global_micro_batch_size dp_rank dp_world_size drop_last epoch
-    consumed_samples set_epoch state_dict load_state_dict fingerprint"""
+SAMPLER = """total_samples micro_batch_size global_batch_size global_micro_batch_size dp_rank dp_world_size drop_last
+    epoch consumed_samples set_epoch state_dict load_state_dict fingerprint"""
 
 
 def test_what_a_loader_a_topology_and_a_sampler_have() -> None:
