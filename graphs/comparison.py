@@ -71,10 +71,10 @@ def compare(
     block_steps: int,
     learning_rate: float,
     record: Callable[[int, str, StepResult], None],
-) -> Comparison:
+) -> Comparison | None:
     """Train ``blocks * block_steps`` steps both ways; ``loaders`` are named BALANCED and SAMPLED, at the same position.
 
-    ``record`` is told each step, how it was run and what it gave.
+    ``record`` is told each step, how it was run and what it gave. None on a model peer, which is told of no plan.
     """
     batches = {name: endless(loader) for name, loader in loaders.items()}
     results: dict[str, list[StepResult]] = {BALANCED: [], SAMPLED: []}
@@ -87,7 +87,8 @@ def compare(
                 assert result is not None  # endless
                 results[name].append(result)
                 record(step + 1, name, result)
-    return summarise(results[SAMPLED], results[BALANCED], costs)
+    planned = all(result.report is not None for result in results[BALANCED])
+    return summarise(results[SAMPLED], results[BALANCED], costs) if planned else None
 
 
 def summarise(sampled: list[StepResult], balanced: list[StepResult], costs: PolynomialCostModel) -> Comparison:
@@ -140,7 +141,8 @@ def restore(train: OptimizerStep, weights: tuple[dict[str, Any], dict[str, Any]]
 
 
 def measure_costs(model: nn.Module, seq_len: int, vocabulary: int, *, repeats: int = 2) -> PolynomialCostModel:
-    """Fit seconds per token and per token squared to forward and backward of ``model``, which is not wrapped.
+    """Fit seconds per token and per token squared to forward and backward of ``model``, which is not wrapped, though it
+    may be split over model peers.
 
     Rows of ``seq_len`` in equal documents of several lengths, and a half row. Every rank measures at the same time, as
     they will work; the shortest time counts, and the mean over the ranks.

@@ -285,8 +285,9 @@ def run_comparison(
         learning_rate=options.learning_rate / 10,
         record=record,
     )
-    report.say(comparison.table())
-    report.event("comparison", **asdict(comparison))
+    if comparison is not None:
+        report.say(comparison.table())
+        report.event("comparison", **asdict(comparison))
 
 
 def run(options: argparse.Namespace, mesh: DeviceMesh) -> None:
