@@ -180,7 +180,8 @@ class DeviceStaging:
             names = [field.name for field in dataclasses.fields(value) if field.init]
             changed = {name: rebuilt(getattr(value, name)) for name in names if name not in stays}
             return dataclasses.replace(value, **changed)
-        return movable_fn(value) if callable(getattr(value, "to", None)) else value
+        movable = callable(getattr(value, "to", None)) and not isinstance(value, type)
+        return movable_fn(value) if movable else value
 
 
 def _like(item: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
