@@ -244,7 +244,7 @@ class SimulatedTransport:
         self.times: list[tuple[str, float, float]] = []
         self._job = job
         self._place: Place = (-1, -1, -1)
-        self._kept: dict[tuple[Place, str, int], Bytes] = {}
+        self._kept: dict[tuple[Place, str, int, RowFormat], Bytes] = {}
         self._room = Room.first(0)
         """Of the opening that is next."""
         self._rows = self._room.rows
@@ -306,7 +306,7 @@ class SimulatedTransport:
 
     def _answer(self, what: str, mine: Bytes) -> Bytes:
         """A copy, as a receive buffer would be, of what was worked out once."""
-        key = (self._place, what, len(mine))
+        key = (self._place, what, len(mine), self._rows)
         if key not in self._kept:
             self._kept[key] = getattr(self, f"_{what}")(mine)
         return self._kept[key].copy()
