@@ -37,6 +37,7 @@ _NEVER = datetime.timedelta(days=7)
 _FEW_BYTES = 1 << 20  # of an exchange whose time is its latency
 _ROLL_CALL_S = 1.0
 _LEAVING_S = 1.0
+_ABANDONED_POLL_S = 0.05
 _abandoned: list[tuple[Any, Any]] = []
 
 
@@ -126,6 +127,8 @@ class GroupTransport:
         _forget_abandoned()
         self.lane = lane or HostLane()
         self._interrupted = False
+        self._control_c = ""
+        """The exchange that Control-C ended here."""
         self._pending: Any = None
         self._store = meet(global_ranks, self.rank, timeout_s)
         limit = datetime.timedelta(seconds=timeout_s)
@@ -169,13 +172,19 @@ class GroupTransport:
     def close(self) -> None:
         """Leave the group. An exchange that is still pending is abandoned."""
         self._interrupted = True
-        group, self._group = self._group, None
-        if group is not None and not self._settled():
+        if self._settled():
+            self._group = self._pending = None
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave the group with an exchange pending."""
+        group, pending, self._group, self._pending = self._group, self._pending, None, None
+        if group is not None:
             # Gloo's destructor waits for what is pending (abort does not end it), which would keep the process from
             # ending: this group is not destroyed before that is over, and at the end of the process not at all.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            _abandoned.append((group, self._pending))
-        self._pending = None
+            _abandoned.append((group, pending))
 
     def _settled(self) -> bool:
         """Whether nothing is pending. Where all ranks leave, one of them has nothing pending, and its connections close
@@ -200,6 +209,15 @@ class GroupTransport:
                     self.lane.rest(work)
             work.wait()
             self._pending = None
+        except KeyboardInterrupt:
+            # What was issued is exchanged whenever the others come to it. After that our connections close, or they
+            # would wait in their next exchange for this rank, for as long as its process lives on.
+            if work is not None and not work.is_completed():
+                work = None
+                self._control_c = where
+                self._abandon()
+                threading.Thread(target=_await_abandoned, name="hp_nodes abandoned groups", daemon=True).start()
+            raise
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 work = None  # the traceback keeps this frame, and the exchange would keep the group's connections
@@ -210,6 +228,11 @@ class GroupTransport:
             raise _agreed(f"{where}: the exchange with ranks {self.global_ranks} broke: {error}") from error
 
     def _check(self, where: str, start: float) -> None:
+        if self._control_c:
+            raise _agreed(
+                f"{where}: Control-C ended an exchange of this rank ({self._control_c}), so it has left the group; "
+                "build a new loader"
+            )
         if self._interrupted or self._group is None:
             raise _agreed(f"{where}: interrupted, because this rank's loader was closed")
         if self.clock.waited() - start > self.timeout_s:
@@ -248,12 +271,22 @@ class GroupTransport:
         return missing[0] if missing else None
 
 
+def _await_abandoned() -> None:
+    """Give back all groups that were left, each as soon as its pending exchange has ended."""
+    while _abandoned:
+        _forget_abandoned()
+        time.sleep(_ABANDONED_POLL_S)
+
+
 def _forget_abandoned() -> None:
     """Destroy groups that were left with an exchange pending which has ended since."""
-    for group, pending in list(_abandoned):
-        if pending.is_completed():
-            _abandoned.remove((group, pending))
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    for pair in list(_abandoned):
+        group, pending = pair
+        if pending is None or pending.is_completed():
+            with contextlib.suppress(ValueError):  # another thread was first
+                _abandoned.remove(pair)
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+        del pair, group, pending
 
 
 def _patient(options: Any) -> Any:
