@@ -139,10 +139,11 @@ class GroupTransport:
             each = [len(local)] * self.size
             return self.all_to_all(np.tile(local, self.size), each, each, where).reshape(self.size, len(local))
         with self.lane.entered():
-            out, mine = self.lane.empty(self.size * len(local)).view(self.size, len(local)), self.lane.load(local)
+            out, mine = self.lane.empty(self.size * len(local)), self.lane.load(local)
             options = _patient(AllgatherOptions())
-            self._wait(where, lambda: self._group.allgather([list(out.unbind(0))], [mine], options))
-            return self.lane.unload(out)
+            # Not allgather, for which a tensor of each rank would be made: 4 to 6 ms of 4096 ranks.
+            self._wait(where, lambda: self._group._allgather_base(out, mine, options))
+            return self.lane.unload(out).reshape(self.size, len(local))
 
     def broadcast(self, buffer: Bytes, root: int, where: str) -> None:
         options = _patient(BroadcastOptions())

@@ -39,6 +39,18 @@ def test_exchanges_of_four(four_ranks: RankPool) -> None:
     assert four_ranks.run(_exchanges) == [4] * 4
 
 
+def _gathered_much(nbytes: int) -> list[list[int]]:
+    transport = create_transport(topology(), timeout_s=10)
+    got = transport.all_gather(np.full(nbytes, transport.rank + 7, np.uint8), "large")
+    transport.close()
+    return [np.unique(row).tolist() for row in got]
+
+
+@pytest.mark.parametrize("nbytes", [1000, 1 << 20])
+def test_gathering_little_and_much(four_ranks: RankPool, nbytes: int) -> None:
+    assert four_ranks.run(_gathered_much, nbytes) == [[[7], [8], [9], [10]]] * 4
+
+
 def _places_not_by_rank() -> int:
     me = dist.get_rank()
     transport = GroupTransport((2, 0, 3, 1), me, 10)
