@@ -171,7 +171,7 @@ class ExternalStepReader(Stage[Window]):
         self._brought = self._bring()
         step, number = divmod(self._rounds, self.rounds_per_step)
         yielded = self._rounds + len(self._ahead)
-        is_last = self._ended and len(self._ahead) <= self.rounds_per_step
+        is_last = self._ended and not self._fails_ahead() and len(self._ahead) <= self.rounds_per_step
         return np.array([self._brought[0], self._epoch, step, number, yielded, is_last], dtype=np.int64)
 
     def hear_opening(self, told: NDArray[np.int64]) -> None:
@@ -235,7 +235,11 @@ class ExternalStepReader(Stage[Window]):
             return Status.ERROR, failed
         begins_step = self._rounds % self.rounds_per_step == 0
         whole = len(self._ahead) >= (self.rounds_per_step if begins_step else 1)
-        return (Status.WINDOW if whole else Status.END), None
+        return (Status.WINDOW if whole or self._fails_ahead() else Status.END), None
+
+    def _fails_ahead(self) -> bool:
+        """Whether what ends the rounds ahead is an error: then this is no end of the epoch, whole steps or not."""
+        return bool(self._ahead) and self._ahead[-1].error is not None
 
     def _read_ahead(self) -> None:
         if self._finished:

@@ -98,6 +98,44 @@ def test_steps_of_several_rounds_resume_at_their_beginning_on_as_many_ranks(size
         run_ranks({"dp": 1}, lambda mesh: build(mesh, TwoRounds(0)).load_state_dict(state))
 
 
+class Failing(TwoRounds):
+    """Fails instead of its round ``at``, on ranks ``where``."""
+
+    def __init__(self, rank: int, at: int, where: tuple[int, ...], rounds_per_step: int) -> None:
+        super().__init__(rank)
+        self.at, self.where, self.rounds_per_step = at, where, rounds_per_step
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(super().__iter__()):
+            if number == self.at and self.rank in self.where:
+                raise OSError("stream lost")
+            yield item
+
+
+@pytest.mark.parametrize("where", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("rounds_per_step", [1, 2, 3])
+def test_a_source_that_fails_within_a_step_is_an_error_and_no_end(rounds_per_step: int, where: tuple[int, ...]) -> None:
+    """At its place, behind all that came before it."""
+
+    def run(mesh: Any, at: int) -> tuple[int, str, bool]:
+        count = 0
+        loader = build(mesh, Failing(mesh.get_rank(), at, where, rounds_per_step))
+        with loader, pytest.raises(DataPlaneError) as caught:  # noqa: PT012  where it comes is what matters
+            for _ in loader:
+                count += 1
+        ended = loader.last is not None and loader.last.ends_epoch
+        return count, str(caught.value).split("\n")[0], ended
+
+    for at in range(6):
+        results = run_ranks({"dp": 2}, lambda mesh, at=at: run(mesh, at))
+        assert len(set(results)) == 1
+        count, text, ended = results[0]
+        assert (count, ended) == (at, False)
+        assert text.startswith(
+            f"[rank {where[0]}, node StepSource, epoch 0, step {at // rounds_per_step}] OSError: stream lost"
+        )
+
+
 def test_what_a_loader_of_external_steps_does_not_know_it_says() -> None:
     def run(mesh: Any) -> None:
         with build(mesh, heavy_and_light(mesh.get_rank()), dataset_already_sharded=True) as loader:
