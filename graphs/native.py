@@ -127,7 +127,8 @@ class _Fitting:
 
     def __call__(self, bins: Sequence[Any]) -> Any:
         data = tuple(bins) if self._collate_fn is None else self._collate_fn(bins)
-        self._layout.take_apart(data)
+        if not self._layout.fits(data):
+            self._layout.take_apart(data)
         return data
 
 

@@ -81,6 +81,13 @@ class BatchLayout:
         """Every leaf with its path; equal for equal layouts on different ranks."""
         return "; ".join(f"{path}: {_expected(field)}" for path, field in _leaves(self.spec, "batch"))
 
+    def fits(self, data: Any) -> bool:
+        """Whether ``data`` surely fits, wherever its tensors are. False: :meth:`take_apart` finds out, and says why.
+
+        Asked of every micro-batch, and several times as fast.
+        """
+        return _surely_fits(self.spec, data)
+
     def take_apart(self, data: Any, device: torch.device | None = None) -> tuple[list[Tensor], list[int]]:
         """The tensors of a micro-batch, and its numbers.
 
@@ -241,6 +248,25 @@ def _problem(leaf: _Leaf) -> str | None:
     if isinstance(field, (Tensor, np.ndarray)):
         return f"{path} is a {type(field).__name__}; accepted: a TensorFieldSpec, int, or a static value"
     return None
+
+
+def _surely_fits(spec: Any, data: Any) -> bool:
+    if type(spec) is dict:
+        if type(data) is not dict or spec.keys() != data.keys():
+            return False
+        return all(_surely_fits(item, data[key]) for key, item in spec.items())
+    if type(spec) is TensorFieldSpec:
+        if not _is_plain_tensor(data) or data.dtype is not spec.dtype:
+            return False
+        shape = tuple(data.shape)
+        if shape != spec.shape and (len(shape) != len(spec.shape) or not all(map(_is_size, spec.shape, shape))):
+            return False
+        return spec.device is None or data.device.type == spec.device
+    return spec is int and type(data) is int and _INT64.min <= data <= _INT64.max
+
+
+def _is_size(wanted: int | None, found: int) -> bool:
+    return wanted is None or wanted == found
 
 
 def _take_apart(
