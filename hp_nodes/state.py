@@ -36,7 +36,7 @@ __all__ = [
 STATE_VERSION = 1
 RANKS_FIELD = "data_parallel_size"
 _LEAF = re.compile(rf"{NODES_KEY}(?:_rank_(\d+))?")
-_ORDER_FIELDS = ("dataset_length", "global_batch_size", "sampler")
+_ORDER_FIELDS = ("dataset_length", "global_batch_size", "rounds_per_step", "sampler")
 _ABSENT = object()
 
 
@@ -130,7 +130,8 @@ def another_rank(
         state: of one of the leaves.
         now: this loader's fingerprint.
     """
-    given, keepers = [leaf_key(rank) for rank in leaves], rank_scoped(graph)
+    keepers = rank_scoped(graph)
+    given = [leaf_key(rank) for rank in sorted(leaves, key=lambda rank: -1 if rank is None else rank)]
     if keepers:
         return f"the state has {given}, but {_kept_by(keepers)}; accepted: a dict with the key {leaf_key(wanted)!r}"
     apart = differences(state.fingerprint, now)

@@ -173,3 +173,36 @@ def test_external_steps_resume_at_every_position_on_as_many_ranks(depth: int) ->
                 assert list(loader) == whole[position:], position
 
     run_ranks({"dp": 2}, run)
+
+
+class TwoRounds(Rounds):
+    """The same rounds, of which two are a step."""
+
+    rounds_per_step = 2
+
+
+def test_steps_that_are_cut_otherwise_are_refused_within_an_epoch() -> None:
+    """Not even ``strict=False`` accepts them: a source counts rounds, which may hold other records then."""
+
+    def run(mesh: Any) -> None:
+        def loader(source: Rounds) -> DistributedDataLoader:
+            return build_distributed_dataloader(
+                None,
+                mesh,
+                DistributedDatasetConfig(seq_len=8, local_batch_size=2, timeout_s=20.0),
+                external_step_source=source,
+                metadata_fn=lambda record: SampleMetadata(1, WorkloadCost(llm=1.0)),
+            )
+
+        with loader(Rounds(mesh.get_rank())) as saved:
+            next(saved)
+            state = saved.state_dict()
+        for strict in (True, False):
+            with (
+                loader(TwoRounds(mesh.get_rank())) as other,
+                pytest.raises(ValueError, match="rounds_per_step: saved 1, now 2") as caught,
+            ):
+                other.load_state_dict(state, strict=strict)
+            assert "strict=False" not in str(caught.value)
+
+    run_ranks({"dp": 2}, run)
