@@ -67,7 +67,7 @@ class HandedOverTransport:
         self.size = inner.size
         self.global_ranks = inner.global_ranks
         self.timeout_s = inner.timeout_s
-        self._queue = _Queue() if beside is None else beside._queue
+        self._queue: _Queue = _Queue() if beside is None else beside._queue
         self._interrupted = False
 
     @property
