@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ __all__ = ["best_exchanges", "kernel", "place_waves", "seat"]
 @cache
 def _compiler() -> Callable[..., Any] | None:
     try:
-        from numba import njit
+        numba: Any = import_module("numba")
     except ImportError:  # not installed, or not for this version of numpy
         return None
-    return njit  # type: ignore[no-any-return]
+    compiler: Callable[..., Any] = numba.njit(cache=True, nogil=True)
+    return compiler
 
 
 @cache
@@ -31,7 +33,7 @@ def kernel(loop: Callable[..., Any]) -> Callable[..., Any] | None:
     compiler = _compiler()
     if compiler is None:
         return None
-    compiled: Callable[..., Any] = compiler(cache=True, nogil=True)(loop)
+    compiled: Callable[..., Any] = compiler(loop)
     return compiled
 
 
@@ -53,7 +55,7 @@ def best_exchanges(
     given: NDArray[np.intp],
     taken: NDArray[np.intp],
 ) -> None:
-    """The best exchange for each row of giving bins [m, 1 or K] and taking bins [m, K], as ``exchange`` defines it.
+    """The best exchange for each row of giving bins [m, 1 or K] and taking bins [m, K], as ``weigh`` defines it.
 
     ``order[start[b]:][:count[b]]`` are the samples of bin b, ``member`` [sets, width] the sets of ``at_most`` of them.
     Writes gain [m] (positive: none), partner [m], and the samples given and taken, [m, width].
@@ -98,9 +100,9 @@ def best_exchanges(
                 if allowed[0, one]:
                     for other in range(1 if size[0, one] == count[giver] else 0, sets):
                         value = abs(weight[0, one] - weight[1, other])
-                        if value < lowest and allowed[1, other] and abs(length[0, one] - length[1, other]) <= limit:
-                            if one > 0 or size[1, other] < count[taker]:
-                                lowest, give, take = value, one, other
+                        fits = allowed[1, other] and abs(length[0, one] - length[1, other]) <= limit
+                        if value < lowest and fits and (one > 0 or size[1, other] < count[taker]):
+                            lowest, give, take = value, one, other
             if np.float64(lowest) - np.float64(gap) < least:
                 least = np.float64(lowest) - np.float64(gap)
                 gain[row] = abs(2 * (cost[0, give] - cost[1, take]) - gap) - gap if least < 0 else 1
@@ -135,25 +137,30 @@ def place_waves(
     """
     units, slots = room.shape
     count = len(order)
-    chosen, value = np.empty(units, np.intp), np.empty(units, np.float64)
-    slot = np.empty(units, np.intp)
+    chosen, value, slot = np.empty(units, np.intp), np.empty(units, np.float64), np.empty(units, np.intp)
     while place < count and count - place > num_empty:
         first_tokens, first_cost = tokens[order[place]], costs[order[place]]
         wave = min(max(place // growth, least_wave, 1), units)
-        found, fitting = 0, False
+        found, fitting, densest = 0, 0, 0.0
         for unit in range(units):
             if most_room[unit] >= first_tokens:
-                fitting = True
+                fitting += 1
                 if need[unit] >= first_cost:
                     chosen[found] = unit
                     value[found] = need[unit] / -max(share[unit], least_share)
+                    densest = value[found] if found == 0 else min(densest, value[found])
                     found += 1
         if found:
-            limit, near = alike * value[:found].min(), 0
+            near, last, after = 0, place, count
             for one in range(found):
-                near += value[one] <= limit
-            alike_samples = np.searchsorted(descending, -similar * first_tokens, side="right") - place
-            size = min(max(min(near, alike_samples), wave), found)
+                near += value[one] <= alike * densest
+            while last < after:  # the first that is not similar
+                middle = (last + after) // 2
+                if descending[middle] <= -similar * first_tokens:
+                    last = middle + 1
+                else:
+                    after = middle
+            size = min(max(min(near, last - place), wave), found)
         elif fitting:
             for unit in range(units):
                 if most_room[unit] >= first_tokens:
@@ -163,39 +170,62 @@ def place_waves(
         else:
             break
         size = min(size, count - place - num_empty)
-        if size < found:
-            # The lowest, the first of equal ones, in the order of units.
-            last = np.partition(value[:found], size - 1)[size - 1]
-            below = 0
-            for one in range(found):
-                below += value[one] < last
-            equal, kept = size - below, 0
-            for one in range(found):
-                if value[one] < last or (value[one] == last and equal > 0):
-                    equal -= value[one] == last
-                    chosen[kept], value[kept] = chosen[one], value[one]
-                    kept += 1
-        ranking = np.argsort(value[:size], kind="mergesort")
+        # The lowest to the front, the first of equal ones (Hoare's selection) ...
+        low, high = 0, found - 1
+        while low < high:
+            middle = (low + high) // 2
+            pivot, tie, left, right = value[middle], chosen[middle], low, high
+            while left <= right:
+                while value[left] < pivot or (value[left] == pivot and chosen[left] < tie):
+                    left += 1
+                while value[right] > pivot or (value[right] == pivot and chosen[right] > tie):
+                    right -= 1
+                if left <= right:
+                    value[left], value[right] = value[right], value[left]
+                    chosen[left], chosen[right] = chosen[right], chosen[left]
+                    left, right = left + 1, right - 1
+            if size - 1 <= right:
+                high = right
+            elif size - 1 >= left:
+                low = left
+            else:
+                break
+        # ... and in ascending order (heap sort).
+        for step in range(size // 2 + size - 1):
+            root, end = size // 2 - 1 - step, size
+            if root < 0:
+                end, root = size + root, 0
+                value[0], value[end] = value[end], value[0]
+                chosen[0], chosen[end] = chosen[end], chosen[0]
+            while 2 * root + 1 < end:
+                child = 2 * root + 1
+                other = child + 1
+                if other < end and (value[other], chosen[other]) > (value[child], chosen[child]):
+                    child = other
+                if (value[child], chosen[child]) <= (value[root], chosen[root]):
+                    break
+                value[root], value[child] = value[child], value[root]
+                chosen[root], chosen[child] = chosen[child], chosen[root]
+                root = child
         fits = True
         for one in range(size):
-            unit, needed = chosen[ranking[one]], tokens[order[place + one]]
-            best = -1
+            unit, needed, best = chosen[one], tokens[order[place + one]], -1
             for other in range(slots):
                 if room[unit, other] >= needed and (best < 0 or room[unit, other] < room[unit, best]):
                     best = other
-            if best < 0:
-                fits = False
-                break
             slot[one] = best
+            fits = fits and best >= 0
         if not fits:
             break
         for one in range(size):
-            unit, sample, best = chosen[ranking[one]], order[place + one], slot[one]
+            unit, sample, best = chosen[one], order[place + one], slot[one]
             bins[sample] = unit * slots + best
             room[unit, best] -= tokens[sample]
             share[unit] -= tokens[sample]
             need[unit] -= costs[sample]
-            most_room[unit] = room[unit].max()
+            most_room[unit] = room[unit, 0]
+            for other in range(1, slots):
+                most_room[unit] = max(most_room[unit], room[unit, other])
             num_empty -= empty[unit, best]
             empty[unit, best] = False
         place += size
@@ -207,27 +237,27 @@ def seat(held: NDArray[np.float64], exchanges: int) -> NDArray[np.int64]:
     groups, width, _ = held.shape
     seats = np.full((groups, width), -1, np.int64)
     best_row, best_column = np.empty(width, np.int64), np.empty(width, np.int64)
+    highest = np.empty(width, np.float64)
     for group in range(groups):
-        table, chosen = held[group].copy(), seats[group]
+        chosen, taken = seats[group], np.zeros(width, np.bool_)
         left = width
         while left:
-            for one in range(width):
-                best_column[one], best_row[one] = 0, 0
+            highest[:] = -1
             for row in range(width):
-                for column in range(width):
-                    if table[row, column] > table[row, best_column[row]]:
-                        best_column[row] = column
-                    if table[row, column] > table[best_row[column], column]:
-                        best_row[column] = row
+                if chosen[row] < 0:
+                    most = -1.0
+                    for column in range(width):
+                        value = held[group, row, column]
+                        if not taken[column]:
+                            if value > most:
+                                most, best_column[row] = value, column
+                            if value > highest[column]:
+                                highest[column], best_row[column] = value, row
             for row in range(width):
                 column = best_column[row]
                 if chosen[row] < 0 and best_row[column] == row:
-                    chosen[row] = column
+                    chosen[row], taken[column] = column, True
                     left -= 1
-            for row in range(width):
-                if chosen[row] >= 0:
-                    table[row, :] = -1
-                    table[:, chosen[row]] = -1
         for _ in range(exchanges):
             most, one, other = 0.0, 0, 0
             for row in range(width):

@@ -43,6 +43,7 @@ class _Construction:
     def __init__(self, instance: Instance, levels: Levels) -> None:
         self.instance = instance
         self.bins = np.full(len(instance.tokens), -1, np.int32)
+        self.tokens = instance.tokens.copy()  # writable: read-only arrays would be compiled for once more
         self.room = np.full((instance.units, instance.slots), instance.capacity)
         self.most_room = np.full(instance.units, instance.capacity)
         self.left = np.tile(instance.limits, (instance.units, instance.slots, 1))
@@ -98,7 +99,7 @@ class _Construction:
         if compiled is None:
             return place
         instance = self.instance
-        samples = order, descending, instance.tokens, instance.costs
+        samples = order, descending, self.tokens, instance.costs
         units = self.room, self.most_room, self.share, self.need, self.empty, self.bins
         least_wave = min(LEAST_WAVE, instance.units // 16)
         place, self.num_empty = compiled(

@@ -88,7 +88,7 @@ class Instance:
     @cached_property
     def by_size(self) -> NDArray[np.intp]:
         """Samples in descending order of cost; where cost does not follow tokens, of the shares of both."""
-        order = self.by_tokens[::-1]
+        order = np.ascontiguousarray(self.by_tokens[::-1])
         if (np.diff(self.costs[order]) <= 0).all():
             return order
         share = self.costs / max(int(self.costs.sum()), 1) + self.tokens / max(int(self.tokens.sum()), 1)

@@ -72,9 +72,10 @@ def level_out(instance: Instance, bound: Bound, floor: NDArray[np.float64]) -> L
         return _one_round(instance)
     ranks, work = instance.ranks, float(instance.costs.sum())
     low, high = 0.0, max(float(floor.max()), work / ranks)
+    floors, reach = floor.tolist(), bound.reach.tolist()
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _filled(np.maximum(floor, middle), bound.reach, ranks) < work else (low, middle)
+        low, high = (middle, high) if _filled(floors, middle, reach, ranks) < work else (low, middle)
     cost = np.maximum(floor, high)
     tokens = _tokens(instance, cost, raised=int((floor > high).sum()))
     return Levels(np.repeat(cost, ranks).astype(np.int64), np.repeat(tokens, ranks).astype(np.int64))
@@ -101,10 +102,11 @@ def _pour(initial: NDArray[np.int64], total: int) -> int:
     raise AssertionError("unreachable")
 
 
-def _filled(level: NDArray[np.float64], reach: NDArray[np.float64], ranks: int) -> float:
+def _filled(floor: list[float], level: float, reach: list[float], ranks: int) -> float:
+    """What rounds carry that are at least ``level`` high."""
     filled = 0.0
-    for height, most in zip(level, reach, strict=True):
-        filled = max(filled, min(filled + ranks * height, most))
+    for height, most in zip(floor, reach, strict=True):
+        filled = max(filled, min(filled + ranks * max(height, level), most))
     return filled
 
 

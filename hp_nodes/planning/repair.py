@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_nodes.planning.exchange import ExchangeSets, forbid, moved
 from hp_nodes.planning.instance import Instance
 from hp_nodes.planning.packing import Packing
+from hp_nodes.planning.weigh import ExchangeSets, Pairs
 
 __all__ = ["repair"]
 
@@ -73,15 +73,13 @@ def _gather(packing: Packing, wanted: int, attempt: int) -> int:
     place = np.arange(half)[:, None] + half * np.arange(donors)[None, :] + attempt * donors * half
     giving = rest[place % len(rest)]
     sets = ExchangeSets(packing, thorough=True)
-    gives, takes = sets.of(roomy), sets.of(giving)
-    value = -moved(sets, packing.tokens, gives, takes)
-    forbid(packing, sets, value, gives, takes, roomy, giving)
+    pairs = Pairs(packing, sets, roomy, giving)
+    value = -pairs.moved(packing.tokens)
+    pairs.forbid(value)
     flat = value.reshape(half, -1)
     best = flat.argmin(axis=1)
     row = np.flatnonzero(flat[np.arange(half), best] < 0)
     donor, chosen = np.divmod(best[row], sets.num * sets.num)
-    give, take = np.divmod(chosen, sets.num)
-    given = np.take_along_axis(gives[row, 0], sets.member[give], axis=1)
-    taken = np.take_along_axis(takes[row, donor], sets.member[take], axis=1)
+    given, taken = pairs.samples(row, donor, chosen)
     packing.swap(given, roomy[row, 0], taken, giving[row, donor])
     return len(row)

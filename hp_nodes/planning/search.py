@@ -36,7 +36,7 @@ TOGETHER = (1.2, 1.5)
 """How many of the largest samples share a micro-batch, in the guesses that come after the first."""
 NEAR = 0.002
 """A small window's plan this close to the bound is not disturbed."""
-KICKS = 6
+KICKS = 12
 KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
 LONG = Effort(sweeps=100, exchanges=40_000, thorough=90, worthwhile=0.05, patience=20)
 """How hard to search when all levels are known."""
@@ -82,6 +82,9 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
             break
     best = min(improved, key=lambda candidate: candidate.value)
     if _small(instance):
+        if objective == "lockstep" and instance.rounds > 1 and best.value > target:
+            bins = levelled(instance, bound, best.bins)
+            best = _Candidate(_value(instance, bins, objective), bins)
         best = _kicked(instance, best, max(target, bound.value * (1 + NEAR)), objective)
     return best.bins
 
