@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from graphs import DistributedDatasetConfig, build_distributed_dataloader
 from hp_nodes import DataPlaneError, DistributedDataLoader
@@ -134,6 +136,57 @@ def test_a_source_that_fails_within_a_step_is_an_error_and_no_end(rounds_per_ste
         assert text.startswith(
             f"[rank {where[0]}, node StepSource, epoch 0, step {at // rounds_per_step}] OSError: stream lost"
         )
+
+
+class Ending(TwoRounds):
+    """Ends after so many rounds: at its end, with an error, or with something that is no round."""
+
+    def __init__(self, rank: int, count: int, how: str, rounds_per_step: int) -> None:
+        super().__init__(rank)
+        self.count, self.how, self.rounds_per_step = count, how, rounds_per_step
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from rounds(self.rank, [1 + number * (1 + self.rank) % 5 for number in range(self.count)])
+        if self.how == "error":
+            raise OSError("stream lost")
+        if self.how == "no round":
+            yield [[(0, 0, 1)]]
+
+
+endings = st.lists(
+    st.tuples(st.integers(0, 6), st.sampled_from(["end", "end", "error", "no round"])), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(endings, st.integers(1, 3), st.integers(0, 2), st.booleans())
+def test_however_sources_end_all_ranks_end_alike(ends: Any, rounds_per_step: int, depth: int, apart: bool) -> None:
+    """An end of the epoch only where every rank has as many whole steps and no rank failed; else one error for all."""
+
+    def run(mesh: Any) -> tuple[int, str]:
+        count, how = ends[mesh.get_rank()]
+        source = Ending(mesh.get_rank(), count, how, rounds_per_step)
+        size = 1 if apart else len(ends)
+        delivered = 0
+        try:
+            with build(mesh, source, balance_group_size=size, host_prefetch_depth=depth) as loader:
+                for _ in loader:
+                    delivered += 1
+        except DataPlaneError as error:
+            return delivered, str(error).split("\n")[0]
+        return delivered, "the end"
+
+    results = run_ranks({"dp": len(ends)}, run)
+    assert len(set(results)) == 1
+    delivered, text = results[0]
+    whole = [count - count % rounds_per_step for count, _ in ends]
+    assert delivered <= min(count for count, _ in ends)
+    if any(how != "end" for _, how in ends):
+        assert text != "the end"
+    elif len(set(whole)) > 1 or whole[0] == 0:
+        assert delivered == min(whole) and "rounds" in text
+    else:
+        assert (delivered, text) == (whole[0], "the end")
 
 
 def test_what_a_loader_of_external_steps_does_not_know_it_says() -> None:
