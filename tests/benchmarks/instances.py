@@ -1,7 +1,7 @@
 """Problems for benchmarks: real and generated length distributions, packed into reference bins as a loader would.
 
-* *Wide*: a full bin holds about 8 average samples. *Tight*: about 3.5, longer samples clipped to ``seq_len``.
-  *No-short*: wide without samples under ``seq_len / 8``.
+* *Wide*: a full bin holds about 8 average samples; longer samples than a bin are left out. *Tight*: about 3.5, longer
+  samples clipped to ``seq_len``. *No-short*: wide without samples under ``seq_len / 8``.
 * *Square*: a sample of L tokens costs L². *Dense*: 24576 L + L².
 * Fill: the part of each reference bin that is filled; 1.0 fills every bin to its last token.
 """
@@ -56,11 +56,13 @@ def _lengths(source: str) -> NDArray[np.int64]:
     return np.minimum(200 * rng.pareto(0.9, 20_000) + 20, 126_000).astype(np.int64)
 
 
-def _seq_len(lengths: NDArray[np.int64], per_bin: float) -> int:
+def _seq_len(lengths: NDArray[np.int64], per_bin: float, clip: bool) -> tuple[int, NDArray[np.int64]]:
+    """``per_bin`` average samples, and the samples without those above it, or with those clipped to it."""
     seq_len = int(per_bin * lengths.mean())
     for _ in range(30):
-        seq_len = int(per_bin * np.minimum(lengths, seq_len).mean())
-    return seq_len
+        within = np.minimum(lengths, seq_len) if clip else lengths[lengths <= seq_len]
+        seq_len = int(per_bin * within.mean())
+    return seq_len, np.minimum(lengths, seq_len) if clip else lengths[lengths <= seq_len]
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,8 +71,7 @@ def _packed(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
     rng = np.random.default_rng(seed)
     lengths = _lengths(source)
-    seq_len = _seq_len(lengths, 3.5 if shape == "tight" else 8)
-    lengths = np.minimum(lengths, seq_len)
+    seq_len, lengths = _seq_len(lengths, *((3.5, True) if shape == "tight" else (8, False)))
     if shape == "no-short":
         lengths = lengths[lengths >= seq_len / 8]
     limit = max(int(seq_len * fill), 1)

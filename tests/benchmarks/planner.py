@@ -1,21 +1,22 @@
 """How close plans are to the bound, and how long they take, next to longest-processing-time in the same run.
 
-    python -m tests.benchmarks.planner [--quick] [--annealing MOVES] [--out FILE]
+    python -m tests.benchmarks.planner [--quick] [--only gaps ...] [--seeds N] [--first-seed N] [--sources azure ...]
+                                       [--annealing MOVES]
 
-Prints Markdown tables. Gaps are ``objective / lower bound - 1`` in per cent. ``--quick`` takes about a minute.
+Gaps are ``objective / lower bound - 1`` in per cent, over problems of each family (:mod:`tests.benchmarks.instances`):
+every source of lengths, fills of 60, 80 and 98 %, and seeds. Times are processor time of the one thread that plans.
+``--quick`` takes about two minutes; with 20 million moves of annealing (needs numba) about five more for each seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
-import platform
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -23,214 +24,232 @@ from hp_nodes.planning import PackingProblem, PlanReport, plan_packing
 from tests.benchmarks.annealing import anneal
 from tests.benchmarks.instances import COSTS, SHAPES, SOURCES, problem
 from tests.benchmarks.longest_first import longest_first
+from tests.benchmarks.record import Row, interleaved, run_alone
+from tests.planning.uncompiled import uncompiled
+from tests.planning.windows import rounds_alone
 
-TABLES = ("gaps", "makespans", "dead-ends", "times")
+COMPARED_WITH = ("numba",)
 FILLS = (0.6, 0.8, 0.98)
-Line = Callable[[str], None]
+COMMAND = "python -m tests.benchmarks.planner"
+LPT = "longest-processing-time"
+PARTS: dict[str, Callable[[list[float]], float]] = {
+    "median": lambda values: float(np.median(values)),
+    "90th percentile": lambda values: float(np.percentile(values, 90)),
+    "worst": max,
+}
+GAPS = {
+    ("wide", "dense"): {"median": 0.1, "90th percentile": 0.5, "worst": 1.2},
+    ("wide", "square"): {"median": 0.3, "worst": 4},
+    ("tight", "dense"): {"median": 0.7, "worst": 3},
+    ("tight", "square"): {"median": 0.7, "worst": 3},
+    ("no-short", "dense"): {"median": 1.6, "worst": 5.5},
+    ("no-short", "square"): {"median": 1.6, "worst": 5.5},
+}
+"""Wanted at 64 ranks and more, in per cent."""
+TIMES = {64: (5, 8, 50), 512: (35, 80, 500), 4096: (350, 1200, 3000), 19_400: (2000, 6000, None)}
+"""Ranks × 8 rounds: ms wanted with numba, without it, and how many times as fast as LPT with it."""
+NEVER_WORSE = 1e-4
+Problems = Callable[[str, str, tuple[int, int, int]], Iterator[PackingProblem]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="64 * 8 and 8 * 4 only, one seed")
-    parser.add_argument("--seeds", type=int, default=3, help="problems of each kind")
-    parser.add_argument("--only", nargs="*", choices=TABLES, default=TABLES, help="which tables")
-    parser.add_argument(
-        "--annealing", type=int, default=0, metavar="MOVES", help="compare 8 * 4 with so many moves; needs numba"
-    )
-    parser.add_argument("--out", type=Path, help="also write the tables there")
-    options = parser.parse_args()
-    lines: list[str] = []
+def measure(arguments: list[str]) -> list[Row]:
+    options = parsed(arguments)
 
-    def line(text: str) -> None:
-        lines.append(text)
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    def problems(shape: str, cost: str, size: tuple[int, int, int]) -> Iterator[PackingProblem]:
+        seeds = range(options.first_seed, options.first_seed + (1 if options.quick else options.seeds))
+        for source, fill, seed in itertools.product(options.sources, FILLS, seeds):
+            yield problem(source, shape, fill, *size, cost=cost, seed=seed)
 
-    line(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}\n")
-    seeds = range(1 if options.quick else options.seeds)
-    small, large = [(64, 8, 1), (8, 4, 1)], [(512, 8, 1), (64, 4, 4)]
+    rows: list[Row] = []
     if "gaps" in options.only:
-        gaps(line, small if options.quick else small + large, seeds)
+        sizes = [(64, 8, 1)] if options.quick else [(64, 8, 1), (8, 4, 1), (64, 4, 4), (512, 8, 1)]
+        for size in sizes:
+            rows += gaps(problems, size)
     if "makespans" in options.only:
-        makespans(line, [(64, 8, 1), (8, 8, 1)], seeds)
+        rows += makespans(problems, (64, 8, 1), 99) + makespans(problems, (8, 8, 1), 80)
     if "dead-ends" in options.only:
-        dead_ends(line, seeds)
+        for fill in (1.0,) if options.quick else (0.9, 0.98, 1.0):
+            rows += dead_ends(options.sources, fill, options.first_seed)
     if "times" in options.only:
-        times(
-            line, [(64, 8), (512, 8)] if options.quick else [(64, 8), (512, 8), (4096, 8), (19_400, 8)], options.quick
-        )
+        rows += times([64, 512] if options.quick else list(TIMES))
     if options.annealing:
-        annealing(line, options.annealing, seeds)
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+        rows += annealing(problems, options.annealing)
+    return rows
 
 
-def _instances(shape: str, cost: str, size: tuple[int, int, int], seeds: range) -> Iterator[PackingProblem]:
-    for source, fill, seed in itertools.product(SOURCES, FILLS, seeds):
-        yield problem(source, shape, fill, *size, cost=cost, seed=seed)
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parts = ("gaps", "makespans", "dead-ends", "times")
+    parser.add_argument("--quick", action="store_true", help="64 * 8 and 512 * 8, one seed")
+    parser.add_argument("--only", nargs="*", choices=parts, default=parts)
+    parser.add_argument("--seeds", type=int, default=3, help="problems of each kind")
+    parser.add_argument("--first-seed", type=int, default=0, help="the planner's constants were chosen with seed 0")
+    parser.add_argument("--sources", nargs="*", choices=SOURCES, default=SOURCES, help="of lengths")
+    parser.add_argument("--annealing", type=int, default=0, metavar="MOVES", help="compare 8 * 4 with so many moves")
+    return parser.parse_args(arguments)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{np.median(values):.3g} / {np.percentile(values, 90):.3g} / {max(values):.3g}"
-
-
-def _gap(value: float, report: PlanReport) -> float:
-    return 100 * (value / report.lower_bound - 1)
-
-
-def _lockstep(packed: PackingProblem, bins: np.ndarray) -> float:
-    loads = np.bincount(bins // packed.local_batch_size, weights=packed.costs)
-    return float(loads.reshape(packed.data_parallel_size, packed.num_rounds).max(axis=0).sum())
-
-
-def _round_by_round(packed: PackingProblem) -> float:
-    """The sum of plans that see one round each."""
-    assert packed.reference is not None
-    slots = packed.local_batch_size
-    unit = packed.reference // slots
-    total = 0.0
-    for round_ in range(packed.num_rounds):
-        here = np.flatnonzero(unit % packed.num_rounds == round_)
-        alone = PackingProblem(
-            packed.tokens[here],
-            packed.costs[here],
-            unit[here] // packed.num_rounds * slots + packed.reference[here] % slots,
-            data_parallel_size=packed.data_parallel_size,
-            num_rounds=1,
-            local_batch_size=slots,
-            seq_len=packed.seq_len,
-        )
-        total += plan_packing(alone).report.after
-    return total
-
-
-def gaps(line: Line, sizes: list[tuple[int, int, int]], seeds: range) -> None:
-    line("## Lockstep gap in per cent: median / 90th percentile / worst\n")
-    line(
-        "| ranks × rounds × slots | samples | cost | reference | LPT | this planner | plans "
-        "| worse (by 0.01 % and more) than reference, LPT, round by round |"
-    )
-    line("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for size, shape, cost in itertools.product(sizes, SHAPES, COSTS):
-        reference, lpt, ours, worse = [], [], [], [0, 0, 0]
-        for packed in _instances(shape, cost, size, seeds):
+def gaps(problems: Problems, size: tuple[int, int, int]) -> list[Row]:
+    """Gaps by family; and how many of all plans are worse than the reference, LPT, and rounds planned alone."""
+    rows, worse, plans = [], {"the reference": 0, LPT: 0, "each round alone": 0}, 0
+    compared = size[0] * size[1] * size[2] <= 1024
+    for shape, cost in itertools.product(SHAPES, COSTS):
+        before, lpt, ours = [], [], []
+        for packed in problems(shape, cost, size):
             report = plan_packing(packed).report
             assert report.before is not None
-            reference.append(_gap(report.before, report))
-            ours.append(_gap(report.after, report))
-            baseline = longest_first(packed) if packed.num_bins <= 512 else None
-            if packed.num_bins <= 512:
-                lpt.append(_gap(report.before if baseline is None else _lockstep(packed, baseline), report))
-                worse[1] += ours[-1] > lpt[-1] + 0.01
-                worse[2] += report.after > _round_by_round(packed) * (1 + 1e-4)
-            worse[0] += report.after > report.before
-        shown = _spread(lpt) if lpt else "not run"
-        line(
-            f"| {' × '.join(map(str, size))} | {shape} | {cost} | {_spread(reference)} "
-            f"| {shown} | **{_spread(ours)}** | {len(ours)} | "
-            f"{', '.join(map(str, worse))} |"
-        )
-    line("")
+            before.append(gap(report.before, report))
+            ours.append(gap(report.after, report))
+            plans += 1
+            worse["the reference"] += report.after > report.before
+            if compared:
+                found = longest_first(packed)
+                lpt.append(gap(report.before if found is None else lockstep(packed, found), report))
+                worse[LPT] += ours[-1] > lpt[-1] + 100 * NEVER_WORSE
+                worse["each round alone"] += report.after > planned_alone(packed) * (1 + NEVER_WORSE)
+        wanted = GAPS[shape, cost] if size[0] >= 64 else {}
+        for part, of in PARTS.items():
+            rows.append(
+                Row(
+                    f"{times_signs(size)}, {shape}, {cost}: lockstep above its bound, {part} of {len(ours)} plans "
+                    f"(reference {of(before):.3g} %)",
+                    of(ours),
+                    "%",
+                    LPT if lpt else None,
+                    of(lpt) if lpt else None,
+                    of(ours) / of(lpt) if lpt else None,
+                    wanted=f"≤ {wanted[part]} %" if part in wanted else None,
+                    command=f"{COMMAND} --only gaps",
+                )
+            )
+    for than, count in worse.items():
+        if compared or than == "the reference":
+            what = f"{times_signs(size)}: plans of {plans} that are worse than {than} by 0.01 % or more"
+            rows.append(Row(what, count, "plans", wanted="≤ 0 plans", command=f"{COMMAND} --only gaps"))
+    return rows
 
 
-def makespans(line: Line, sizes: list[tuple[int, int, int]], seeds: range) -> None:
-    line("## Makespan: plans within 0.01 % of the bound, and the gap in per cent: median / 90th percentile / worst\n")
-    line("| ranks × rounds × slots | samples | within 0.01 % | this planner | reference |")
-    line("| --- | --- | --- | --- | --- |")
-    for size, shape in itertools.product(sizes, SHAPES):
-        ours, reference = [], []
-        for cost in COSTS:
-            for packed in _instances(shape, cost, size, seeds):
-                report = plan_packing(packed, "makespan").report
-                assert report.before is not None
-                ours.append(_gap(report.after, report))
-                reference.append(_gap(report.before, report))
-        close = 100 * np.mean(np.array(ours) <= 0.01)
-        line(f"| {' × '.join(map(str, size))} | {shape} | {close:.0f} % | **{_spread(ours)}** | {_spread(reference)} |")
-    line("")
+def makespans(problems: Problems, size: tuple[int, int, int], wanted: int) -> list[Row]:
+    ours, before = [], []
+    for shape, cost in itertools.product(SHAPES, COSTS):
+        for packed in problems(shape, cost, size):
+            report = plan_packing(packed, "makespan").report
+            assert report.before is not None
+            ours.append(gap(report.after, report))
+            before.append(gap(report.before, report))
+    what = f"{times_signs(size)}: plans of {len(ours)} whose makespan is within 0.01 % of its bound"
+    reached = 100 * float(np.mean(np.array(ours) <= 0.01))
+    kept = 100 * float(np.mean(np.array(before) <= 0.01))
+    command = f"{COMMAND} --only makespans"
+    return [Row(what, reached, "%", "reference", kept, wanted=f"≥ {wanted} %", command=command)]
 
 
-def dead_ends(line: Line, seeds: range) -> None:
-    line("## Dead ends at 64 × 8: plans given up, and the lockstep gap (median / worst) of those found\n")
-    line("| fill | samples | LPT gives up | this planner gives up | reference | this planner |")
-    line("| --- | --- | --- | --- | --- | --- |")
-    for fill, shape in itertools.product((0.9, 0.98, 1.0), SHAPES):
+def dead_ends(sources: list[str], fill: float, seed: int) -> list[Row]:
+    """Plans given up: the reference is kept although LPT's or ours could not improve it."""
+    rows = []
+    for shape in SHAPES:
         given_up = kept = plans = 0
-        before, after = [], []
-        for source, cost, seed in itertools.product(SOURCES, COSTS, seeds):
+        for source, cost in itertools.product(sources, COSTS):
             packed = problem(source, shape, fill, 64, 8, cost=cost, seed=seed)
             given_up += longest_first(packed) is None
-            report = plan_packing(packed).report
-            assert report.before is not None
-            kept += not report.accepted
+            kept += not plan_packing(packed).report.accepted
             plans += 1
-            before.append(_gap(report.before, report))
-            after.append(_gap(report.after, report))
-        line(
-            f"| {fill:.0%} | {shape} | {given_up} of {plans} | {kept} of {plans} "
-            f"| {np.median(before):.3g} / {max(before):.3g} | "
-            f"{np.median(after):.3g} / {max(after):.3g} |"
-        )
-    line("")
+        what = f"64 × 8, {shape}, rows {fill:.0%} full: plans of {plans} that are given up"
+        command = f"{COMMAND} --only dead-ends"
+        rows.append(Row(what, kept, "plans", LPT, given_up, wanted="≤ 0 plans", command=command))
+    return rows
 
 
-def times(line: Line, sizes: list[tuple[int, int]], quick: bool) -> None:
-    line("## Planning: processor time of its one thread, best of three, and memory above the inputs\n")
-    line("| ranks × rounds | samples | cost | this planner | LPT | ratio | bytes a sample | gap |")
-    line("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    per_pair = 0.0
-    for ranks, rounds in sizes:
-        for cost in COSTS:
-            packed = problem("lognormal", "wide", 0.8, ranks, rounds, cost=cost)
-            seconds, plan = min((_timed(plan_packing, packed) for _ in range(3)), key=lambda result: result[0])
-            pairs = packed.num_samples * packed.num_bins
-            if packed.num_bins <= (512 if quick else 4096):
-                baseline, how = _timed(longest_first, packed)[0], ""
-                per_pair = baseline / pairs
-            else:
-                baseline, how = per_pair * pairs, " (from samples × bins)"
-            line(
-                f"| {ranks} × {rounds} | {packed.num_samples:,} | {cost} | **{1e3 * seconds:,.1f} ms** "
-                f"| {baseline:,.2f} s{how} | "
-                f"1/{baseline / seconds:,.0f} | {_memory(packed):.0f} | {_gap(plan.report.after, plan.report):.3g} % |"
+def times(sizes: list[int]) -> list[Row]:
+    rows, per_pair = [], 0.0
+    ways = {"numba": nullcontext} if importlib.util.find_spec("numba") else {}
+    for ranks, cost in itertools.product(sizes, COSTS):
+        packed = problem("lognormal", "wide", 0.8, ranks, 8, cost=cost)
+        planned = {name: seconds_of(plan_packing, packed, way) for name, way in (ways | {"plain": uncompiled}).items()}
+        for way in planned.values():
+            way()  # compiled now
+        found = interleaved(planned, 3 if ranks > 512 else 9)
+        pairs = packed.num_samples * packed.num_bins
+        if packed.num_bins <= 4096:
+            lpt, how = seconds_of(longest_first, packed)(), ""
+            per_pair = lpt / pairs
+        else:
+            lpt, how = per_pair * pairs, ", from samples × bins"
+        for name, seconds in found.items():
+            what = f"{ranks} × 8, {packed.num_samples:,} samples, {cost}, {name}: a plan"
+            limit, plain_limit, faster = TIMES[ranks]
+            ms, spread = 1e3 * min(seconds), (1e3 * min(seconds), 1e3 * max(seconds))
+            command = f"{COMMAND} --only times"
+            wanted = f"≤ {plain_limit if name == 'plain' else limit} ms"
+            rows.append(Row(what, ms, "ms", spread=spread, wanted=wanted, command=command))
+            ratio = min(seconds) / lpt
+            wanted = f"≤ {1 / faster:.6f} times" if faster and name == "numba" else None
+            rows.append(
+                Row(f"{what}, against LPT{how}", ms, "ms", LPT, 1e3 * lpt, ratio, wanted=wanted, command=command)
             )
-    line("")
+        what = f"{ranks} × 8, {packed.num_samples:,} samples, {cost}: memory above the inputs, plain"
+        rows.append(Row(what, memory(packed), "bytes a sample", wanted="≤ 130 bytes a sample", command=command))
+    return rows
 
 
-def _timed(function: Callable[[PackingProblem], Any], packed: PackingProblem) -> tuple[float, Any]:
-    started = time.process_time()
-    result = function(packed)
-    return time.process_time() - started, result
-
-
-def _memory(packed: PackingProblem) -> float:
-    tracemalloc.start()
-    plan_packing(packed)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak / packed.num_samples
-
-
-def annealing(line: Line, moves: int, seeds: range) -> None:
-    line(f"## Lockstep at 8 × 4 against {moves:,} moves of annealing, from the reference and from the plan\n")
-    line(
-        "| samples | cost | above the better of the two, per cent: median / 90th percentile / worst "
-        "| bound is below it by, median / worst |"
-    )
-    line("| --- | --- | --- | --- |")
-    everything = []
+def annealing(problems: Problems, moves: int) -> list[Row]:
+    above, slack = [], []
     for shape, cost in itertools.product(SHAPES, COSTS):
-        above, slack = [], []
-        for packed in _instances(shape, cost, (8, 4, 1), seeds):
+        for packed in problems(shape, cost, (8, 4, 1)):
             plan = plan_packing(packed)
             assert packed.reference is not None
             found = min(anneal(packed, packed.reference, moves), anneal(packed, plan.bins, moves))
             above.append(100 * (plan.report.after / found - 1))
-            slack.append(_gap(found, plan.report))
-        everything += above
-        line(f"| {shape} | {cost} | {_spread(above)} | {np.median(slack):.3g} / {max(slack):.3g} |")
-    line(f"| all | | {_spread(everything)} | |\n")
+            slack.append(gap(found, plan.report))
+    wanted = {"median": "≤ 0.5 %", "90th percentile": "≤ 2 %"}
+    what = f"8 × 4: lockstep above the better of two annealings of {moves:,} moves"
+    bound = f"of {len(above)} (its own distance from the bound: {np.median(slack):.2g} / {max(slack):.2g} %)"
+    command = f"{COMMAND} --only --annealing {moves}"
+    return [
+        Row(f"{what}, {part} {bound}", of(above), "%", wanted=wanted.get(part), command=command)
+        for part, of in PARTS.items()
+    ]
+
+
+def times_signs(size: tuple[int, int, int]) -> str:
+    """Ranks × rounds, and × slots where there are several."""
+    return " × ".join(map(str, size if size[2] > 1 else size[:2]))
+
+
+def gap(value: float, report: PlanReport) -> float:
+    return 100 * (value / report.lower_bound - 1)
+
+
+def lockstep(packed: PackingProblem, bins: np.ndarray) -> float:
+    loads = np.bincount(bins // packed.local_batch_size, weights=packed.costs)
+    return float(loads.reshape(packed.data_parallel_size, packed.num_rounds).max(axis=0).sum())
+
+
+def planned_alone(packed: PackingProblem) -> float:
+    """The sum of plans that see one round each."""
+    return sum(plan_packing(PackingProblem(**arguments)).report.after for _, arguments in rounds_alone(packed))
+
+
+def seconds_of(
+    function: Callable[[PackingProblem], object], packed: PackingProblem, way: Callable[[], object] = nullcontext
+) -> Callable[[], float]:
+    def timed() -> float:
+        with way():  # type: ignore[attr-defined]
+            started = time.process_time()
+            function(packed)
+            return time.process_time() - started
+
+    return timed
+
+
+def memory(packed: PackingProblem) -> float:
+    with uncompiled():
+        tracemalloc.start()
+        plan_packing(packed)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak / packed.num_samples
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(measure)
