@@ -110,8 +110,12 @@ def tensor_parallel_problems(options: argparse.Namespace) -> list[str]:
     problems = []
     if ranks % tp:
         problems.append(f"--tp {tp} with {ranks} process{'es' if ranks > 1 else ''}; accepted: a multiple of {tp}")
-    if options.heads % tp:
-        problems.append(f"--tp {tp} with --heads {options.heads}; accepted: heads that can be divided among the peers")
+    try:
+        undivided = TransformerConfig(1, options.hidden, options.layers, options.heads).undivided(tp)
+    except ValueError as error:
+        return [*problems, str(error)]
+    if undivided:
+        problems.append(f"--tp {tp} with {' and '.join(undivided)}; accepted: a number that divides both")
     return problems
 
 

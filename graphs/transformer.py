@@ -49,6 +49,11 @@ class TransformerConfig:
         """Width of the gated feed-forward layer: 8/3 of hidden, so that its three matrices cost what two of 4 would."""
         return max(8, 8 * round(self.hidden / 3))
 
+    def undivided(self, peers: int) -> list[str]:
+        """What cannot be divided evenly among ``peers`` ranks, with its size; empty when all can."""
+        sizes = {"heads": self.heads, "feed-forward width": self.feed_forward}
+        return [f"{name} {size}" for name, size in sizes.items() if size % peers]
+
 
 def attend_within_documents(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
     """Causal attention of each document to itself.

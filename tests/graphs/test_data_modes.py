@@ -170,7 +170,9 @@ def test_model_peers_stopped_killed_and_resumed_have_the_losses_of_ranks_without
         (["--mode", "external", "--workers", "1"], "the source reads by itself"),
         (["--tp", "0"], "--tp 0; accepted: a number of ranks, at least 1"),
         (["--tp", "2"], "--tp 2 with 3 processes"),
-        (["--tp", "3"], "--tp 3 with --heads 2"),
+        (["--tp", "3"], "--tp 3 with heads 2; accepted: a number that divides both"),
+        (["--tp", "3", "--heads", "3", "--hidden", "48"], "--tp 3 with feed-forward width 128; accepted"),
+        (["--heads", "3"], "hidden is 64; accepted: a multiple of twice the heads (6)"),
         (["--mode", "streaming"], "invalid choice"),
     ],
 )
