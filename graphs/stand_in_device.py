@@ -1,9 +1,9 @@
 """A device that is not there: streams that run late, events, and memory that is reused as soon as it may be.
 
 Device memory is one arena. Work is queued on streams, each a thread that runs its queue in order and sleeps before each
-piece; a reader of memory, of the host's that is pinned too, keeps an address, not a reference. So a consumer that does not wait for the copy, and
-memory that is reused before its last reader ran, both show as wrong values. What is asserted of it is asserted of real
-devices too (:mod:`graphs.device_assertions`).
+piece; a reader of memory, of the host's that is pinned too, keeps an address, not a reference. So a consumer that does
+not wait for the copy, and memory that is reused before its last reader ran, both show as wrong values. What is asserted
+of it is asserted of real devices too (:mod:`graphs.device_assertions`).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class StandInDevice:
         """The bytes at a tensor's address, which does not keep them from being freed."""
         for memory in self._host:
             start = tensor.data_ptr() - memory.ctypes.data
-            if 0 <= start and start + tensor.nbytes <= len(memory):
+            if start >= 0 and start + tensor.nbytes <= len(memory):
                 return memory[start : start + tensor.nbytes]
         return None
 
