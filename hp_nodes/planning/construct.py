@@ -45,8 +45,9 @@ class _Construction:
         self.bins = np.full(len(instance.tokens), -1, np.int32)
         self.tokens = instance.tokens.copy()  # writable: read-only arrays would be compiled for once more
         self.room = np.full((instance.units, instance.slots), instance.capacity)
-        self.most_room = np.full(instance.units, instance.capacity)
+        self.most_room = self.room[:, 0] if instance.slots == 1 else np.full(instance.units, instance.capacity)
         self.left = np.tile(instance.limits, (instance.units, instance.slots, 1))
+        self.first_slot = np.zeros(instance.units, np.intp)
         self.empty = np.ones((instance.units, instance.slots), np.bool_)
         self.num_empty = instance.num_bins
         self.need = levels.cost.copy()
@@ -131,11 +132,12 @@ class _Construction:
 
     def _best_fit(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         tokens = self.instance.tokens[batch]
-        fits: NDArray[np.bool_] = self.room[units] >= tokens[:, None]
+        fits: NDArray[np.bool_]
+        if self.instance.slots == 1 and not self.left.shape[2]:
+            return self.first_slot[: len(batch)], self.most_room[units] >= tokens
+        fits = self.room[units] >= tokens[:, None]
         if self.left.shape[2]:
             fits &= (self.left[units] >= self.instance.needs[batch][:, None, :]).all(axis=2)
-        if self.instance.slots == 1:
-            return np.zeros(len(batch), np.intp), fits[:, 0]
         room = np.where(fits, self.room[units], np.iinfo(np.int64).max)
         return room.argmin(axis=1), np.asarray(fits.any(axis=1))
 
@@ -156,11 +158,15 @@ class _Construction:
     def _put(self, batch: NDArray[np.intp], units: NDArray[np.intp], slots: NDArray[np.intp]) -> None:
         instance = self.instance
         tokens = instance.tokens[batch]
-        self.bins[batch] = units * instance.slots + slots
-        self.room[units, slots] -= tokens
         self.share[units] -= tokens
         self.need[units] -= instance.costs[batch]
-        self.most_room[units] = self.room[units].max(axis=1) if instance.slots > 1 else self.room[units, 0]
+        if instance.slots == 1:
+            self.bins[batch] = units
+            self.most_room[units] -= tokens  # which is the room
+        else:
+            self.bins[batch] = units * instance.slots + slots
+            self.room[units, slots] -= tokens
+            self.most_room[units] = self.room[units].max(axis=1)
         if self.left.shape[2]:
             self.left[units, slots] -= instance.needs[batch]
         if self.num_empty:

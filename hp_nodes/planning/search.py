@@ -92,7 +92,7 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
 def levelled(instance: Instance, bound: Bound, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """``bins`` brought closer to the bound of ``lockstep``: a longer search, for where the bound can be reached."""
     target = _enough(instance, bound, "lockstep")
-    return level_off(Packing(instance, bins), goals(bound.floor, target), target, LONG)
+    return level_off(Packing(instance, bins.copy()), goals(bound.floor, target), target, LONG)
 
 
 def _kicked(instance: Instance, best: _Candidate, target: float, objective: str) -> _Candidate:
