@@ -42,9 +42,10 @@ from hp_nodes.transport.send_buffer import SendBuffer
 
 __all__ = ["Codec", "CodecError", "Frame"]
 
-_CHUNK_SAMPLES = 2048
+_CHUNK_SAMPLES = 1024
 # Samples that are taken apart together: enough to spread the cost of a chunk (some 100 µs), few enough that the objects
-# passed over several times stay in the processor's cache (all of 65,536 at once took twice as long a sample).
+# passed over several times stay in the processor's cache (all of 65,536 at once took twice as long a sample, and what is
+# put together of small tensors takes as much memory again).
 
 
 class Frame:
@@ -132,6 +133,7 @@ class Codec:
                 nbytes += chunk.nbytes
                 count += 1
                 sizes.append(part_sizes)
+                del chunk  # before the next one is made
         if not into.overflowed:
             write_header(into.view(start), len(samples), count, checksum.of(into.view(start + HEADER_NBYTES)))
         return nbytes, np.concatenate(sizes)
@@ -142,7 +144,7 @@ class Codec:
             encoder = ColumnEncoder(self._allow_pickle)
             structure, sizes = encoder.column(part, _sample_at(first))
             text = json.dumps(structure, separators=(",", ":")).encode("ascii")
-            yield ChunkLayout(text, len(part), encoder.blocks), sizes
+            yield ChunkLayout(text, len(part), encoder.taken()), sizes
 
     def decode(self, buffer: Bytes | torch.Tensor) -> list[Any]:
         """The samples of a frame, in their order; tensors and arrays are views of ``buffer``.

@@ -89,9 +89,14 @@ class ColumnDecoder:
         Raises:
             CodecError: the blocks are not what the structure says.
         """
-        values = self._column(structure, rows)
-        if next(self._blocks, None) is not None:
-            raise CodecError("malformed frame: a block that no column takes")
+        try:
+            values = self._column(structure, rows)
+            if next(self._blocks, None) is not None:
+                raise CodecError("malformed frame: a block that no column takes")
+        finally:
+            # This object refers to itself, and would keep the received bytes until the cycle collector comes.
+            self._kinds.clear()
+            self._blocks = iter(())
         return values
 
     def _column(self, node: Any, rows: int) -> list[Any]:

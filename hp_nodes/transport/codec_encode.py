@@ -67,6 +67,14 @@ class ColumnEncoder:
             np.ndarray: self._arrays,
         }
 
+    def taken(self) -> list[Block]:
+        """The blocks. Nothing refers to them from here any more, nor to this encoder from itself: both are freed as soon
+        as they are dropped, though the cycle collector may pause.
+        """
+        blocks, self.blocks = self.blocks, []
+        self._kinds.clear()
+        return blocks
+
     def column(self, values: list[Any], where: Where, depth: int = 0) -> Column:
         """Encode values of any kinds."""
         kinds = set(map(type, values))

@@ -40,10 +40,14 @@ class SendBuffer:
         """Begin anew, for at most ``limit`` bytes; the others have what was in it."""
         self._recent = max(self.used, self._recent // 2)
         if self._bytes.size > max(_SMALL, _GENEROUS * self._recent):
-            self._bytes = np.empty(0, dtype=np.uint8)
+            self.drop()
         self.used = 0
         self.overflowed = False
         self._limit = limit
+
+    def drop(self) -> None:
+        """Give the memory back; what is in it has been sent."""
+        self._bytes = np.empty(0, dtype=np.uint8)
 
     def expect(self, nbytes: int) -> None:
         """So many bytes are about to be added: make room at once rather than bit by bit."""

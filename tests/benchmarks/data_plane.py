@@ -1,6 +1,6 @@
 """What the data plane costs: exchange, planning traffic, windows in which nothing moves, and failures.
 
-    python -m tests.benchmarks.data_plane [--quick]
+    python -m tests.benchmarks.data_plane [--quick] [--only exchange,memory,planning,still,failure]
 
 Two real processes over Gloo on this machine. Every figure is a ratio, or a difference, of things measured in the same
 run, interleaved; a median is shown with its quartiles. How to read it: the exchange is bounded by memory, since Gloo
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import multiprocessing
 import os
 import resource
 import statistics
@@ -30,22 +29,13 @@ from hp_nodes.planning import CausalAttentionCostModel
 from hp_nodes.transport import DataTopology, Transport, create_transport
 from hp_nodes.transport.codec import Codec
 from hp_nodes.transport.opening import HEAD_NBYTES
-from hp_nodes.transport.opening_rows import row_dtype
 from hp_nodes.transport.payload import Payload
+from tests.benchmarks.record import Row, run_alone
 from tests.distributed.ranks import RankPool
 from tests.scenes import Documents, Scene
 
 KIB = 1024
 MIB = 1024 * KIB
-Row = tuple[str, str, str, str]
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    """Median and quartiles."""
-    if len(values) < 3:
-        return f"{statistics.median(values):.{digits}f}"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -123,20 +113,31 @@ def _measure_exchange(nbytes: int, total: int, repeats: int) -> dict[str, list[f
     return found
 
 
-def exchange_rows(pool: RankPool, total: int, repeats: int) -> list[Row]:
+def exchange_rows(pool: RankPool, total: int, repeats: int, command: str) -> list[Row]:
     rows = []
     for nbytes, target in ((KIB, 0.4), (64 * KIB, 0.75), (MIB, 0.75)):
         first, second = pool.run(_measure_exchange, nbytes, total, repeats, timeout_s=400)
         slower = {name: [max(pair) for pair in zip(first[name], second[name], strict=True)] for name in first}
-        ratio = [bare / ours for ours, bare in zip(slower["ours"], slower["bare"], strict=True)]
-        pickled = [b / a for a, b in zip(slower["ours"], slower["objects"], strict=True) if b == b]
-        fastest = min(slower["bare"]) / min(slower["ours"])
-        cpu = [bare / ours for ours, bare in zip(slower["cpu of ours"], slower["cpu of bare"], strict=True)]
-        note = f"fastest {fastest:.2f}, {total / min(slower['ours']) / 1e9:.2f} GB/s; CPU time {spread(cpu)}"
-        what = f"exchange of {total // MIB} MiB, samples of {nbytes // KIB} KiB"
-        rows.append((f"{what}, against a bare all_to_all_single", spread(ratio), f"≥ {target}", note))
-        rows.append((f"{what}, against all_gather_object", f"{spread(pickled, 1)} times", "≥ 4 times", ""))
+        speed = {name: [total / seconds / 1e9 for seconds in slower[name]] for name in ("ours", "bare", "objects")}
+        what = f"exchange of {total // MIB} MiB in samples of {nbytes // KIB} KiB, all moving"
+        bare = "bare all_to_all_single into a fresh output"
+        rows.append(_row(what, "GB/s", speed["ours"], bare, speed["bare"], f"≥ {target} times", command))
+        both = [pair for pair in zip(speed["ours"], speed["objects"], strict=True) if pair[1] == pair[1]]
+        ours, objects = map(list, zip(*both, strict=True))
+        rows.append(_row(what, "GB/s", ours, "all_gather_object", objects, "≥ 4 times", command))
+        milliseconds = {name: [1e3 * seconds for seconds in slower[f"cpu of {name}"]] for name in ("ours", "bare")}
+        rows.append(
+            _row(f"processor time, {what}", "ms", milliseconds["ours"], bare, milliseconds["bare"], None, command)
+        )
     return rows
+
+
+def _row(
+    what: str, unit: str, values: list[float], baseline: str, others: list[float], wanted: str | None, command: str
+) -> Row:
+    return Row.of(
+        what, unit, values, baseline=baseline, baseline_values=others, wanted=wanted, command=f"{command} exchange"
+    )
 
 
 def _measure_memory(nbytes: int, total: int) -> tuple[int, int]:
@@ -170,12 +171,12 @@ def _peak() -> int:
         return next(int(line.split()[1]) * KIB for line in file if line.startswith("VmHWM"))
 
 
-def memory_rows(pool: RankPool, total: int) -> list[Row]:
+def memory_rows(pool: RankPool, total: int, command: str) -> list[Row]:
     rows = []
     for nbytes in (KIB, 64 * KIB, MIB):
-        most = max(peak / moved for peak, moved in pool.run(_measure_memory, nbytes, total, timeout_s=120))
-        what = f"peak memory, samples of {nbytes // KIB} KiB: times the moved bytes"
-        rows.append((what, f"{most:.2f}", "≤ 2.3", "one send and one receive buffer"))
+        peaks = [peak / moved for peak, moved in pool.run(_measure_memory, nbytes, total, timeout_s=120)]
+        what = f"peak memory of an exchange of {total // MIB} MiB in samples of {nbytes // KIB} KiB, in moved bytes"
+        rows.append(Row.of(what, "times", [max(peaks)], wanted="≤ 2.3", command=f"{command} memory"))
     return rows
 
 
@@ -202,8 +203,8 @@ class Counting:
 
 
 def _count_planning(steps: int) -> tuple[float, float, float]:
-    """Exchanges of a window, usually; bytes of planning traffic a sample, all included; the most exchanges of a window
-    behind the first.
+    """Exchanges of a window, usually; bytes of planning traffic a sample beyond what each rank says of a window, all
+    else included; the most exchanges of a window behind the first.
     """
     counters: list[Counting] = []
 
@@ -225,7 +226,9 @@ def _count_planning(steps: int) -> tuple[float, float, float]:
         in_window[-1] += 1
         if name == "closing":
             in_window.append(0)
-    numbers = sum(nbytes for name, nbytes in calls if name in ("opening", "numbers"))
+    numbers = sum(
+        nbytes - HEAD_NBYTES * (name == "opening") for name, nbytes in calls if name in ("opening", "numbers")
+    )
     return statistics.median(in_window[:windows]), numbers * dist.get_world_size() / samples, max(in_window[1:windows])
 
 
@@ -235,18 +238,22 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def planning_rows(pool: RankPool, steps: int) -> list[Row]:
+def planning_rows(pool: RankPool, steps: int, command: str) -> list[Row]:
     exchanges, sent, most = max(pool.run(_count_planning, steps, timeout_s=120))
-    row = row_dtype(False, 0).itemsize
+    command = f"{command} planning"
     return [
-        ("planning traffic: bytes a sample, and a rank", f"{row} and {HEAD_NBYTES}", "≤ 24 and 64", "no pickle"),
-        ("the same as sent, room for larger windows included: bytes a sample", f"{sent:.1f}", "", "≤ an eighth more"),
-        (
-            "exchanges a window",
-            f"{exchanges:.0f}",
-            "≤ 5",
-            f"at most {most:.0f}: opening, plan, sizes, payload, closing",
+        Row(
+            "planning: bytes that a rank says of its window", HEAD_NBYTES, "bytes", wanted="≤ 64 bytes", command=command
         ),
+        Row(
+            "planning: bytes a sample besides, room for larger windows included",
+            sent,
+            "bytes",
+            wanted="≤ 24 bytes",
+            command=command,
+        ),
+        Row("exchanges of a window, usually", exchanges, "exchanges", wanted="≤ 5 exchanges", command=command),
+        Row("exchanges of a window behind the first, at most", most, "exchanges", wanted=None, command=command),
     ]
 
 
@@ -275,8 +282,8 @@ def still_loader(the_mesh: Any, size: int, local: int) -> DistributedDataLoader:
     return scene.loader(the_mesh)
 
 
-def _measure_still(windows: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of one window, on two ranks and on a single one, one after the other in each repeat."""
+def _measure_still(windows: int, repeats: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Milliseconds of each window, on two ranks and on a single one, one after the other in each repeat."""
     from hp_nodes.transport import VirtualMesh, VirtualWorld
 
     alone = VirtualMesh(VirtualWorld(1), {"dp": 1}, 0)
@@ -284,11 +291,12 @@ def _measure_still(windows: int, repeats: int) -> tuple[list[float], list[float]
     for _ in range(repeats):
         dist.barrier()
         with still_loader(mesh(), windows * 16 * dist.get_world_size(), dist.get_world_size()) as loader:
-            together += _window_times(loader)
-        # One rank after the other: two at a time would have the machine to themselves in both cases.
-        dist.barrier()
-        with still_loader(alone, windows * 16, 1) as loader:
-            single += _window_times(loader)
+            together.append(_window_times(loader))
+        for turn in range(dist.get_world_size()):  # one at a time: each has the machine to itself, as a single rank has
+            dist.barrier()
+            if turn == dist.get_rank():
+                with still_loader(alone, windows * 16, 1) as loader:
+                    single.append(_window_times(loader))
     return together, single
 
 
@@ -298,22 +306,22 @@ def _window_times(loader: DistributedDataLoader) -> list[float]:
         if loader.last is not None and loader.last.ends_window:
             times.append(1e3 * (time.perf_counter() - start))
             start = time.perf_counter()
-    return times[1:]
+    return times[2:]  # without what is made and compiled once
 
 
-def still_rows(pool: RankPool, windows: int, repeats: int) -> list[Row]:
+def still_rows(pool: RankPool, windows: int, repeats: int, command: str) -> list[Row]:
     found = pool.run(_measure_still, windows, repeats, timeout_s=300)
-    together = [max(pair) for pair in zip(found[0][0], found[1][0], strict=True)]
-    single = [max(pair) for pair in zip(found[0][1], found[1][1], strict=True)]
-    more = statistics.median(together) - statistics.median(single)
-    fastest = min(together) - min(single)
+
+    def medians(kind: int) -> list[float]:
+        pairs = zip(found[0][kind], found[1][kind], strict=True)
+        return [statistics.median(map(max, zip(*pair, strict=True))) for pair in pairs]
+
+    together, single = medians(0), medians(1)
+    more = [two - one for two, one in zip(together, single, strict=True)]
+    what, command = "a window in which nothing moves", f"{command} still"
     return [
-        (
-            "a window in which nothing moves, against a single rank",
-            f"{more:.2f} ms more",
-            "≤ 2 ms",
-            f"{spread(together)} ms, {spread(single)} ms; fastest {fastest:.2f} ms more; off the consumer's thread",
-        )
+        Row.of(f"{what}: more than on a single rank", "ms", more, wanted="≤ 2 ms", command=command),
+        Row.of(what, "ms", together, baseline="a single rank", baseline_values=single, command=command),
     ]
 
 
@@ -349,36 +357,49 @@ def _measure_failure(path: str) -> float:
     return seconds
 
 
-def failure_rows(pools: dict[int, RankPool], repeats: int) -> list[Row]:
+def failure_rows(pools: dict[int, RankPool], repeats: int, command: str) -> list[Row]:
     path = f"/tmp/hp_nodes_failure_{os.getpid()}"
     rows = []
     for size, pool in pools.items():
         times = [max(pool.run(_measure_failure, path)) for _ in range(repeats)]
-        what = f"a failed read to the same error on all of {size} ranks"
-        rows.append((what, f"{spread(times, 3)} s", "≤ 1 s", f"slowest {max(times):.3f} s"))
+        what = f"from a failed read to the same error on all of {size} ranks"
+        rows.append(Row.of(what, "s", times, wanted="≤ 1 s", command=f"{command} failure"))
     os.unlink(path)
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+PARTS = ("exchange", "memory", "planning", "still", "failure")
+
+
+def measure(arguments: list[str]) -> list[Row]:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.data_plane")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a minute instead of several")
-    quick = parser.parse_args().quick
-    total, repeats = (16 * MIB, 4) if quick else (64 * MIB, 12)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    given = parser.parse_args(arguments)
+    only = given.only.split(",")
+    if not set(only) <= set(PARTS):
+        parser.error(f"--only is {given.only!r}; accepted: some of {','.join(PARTS)}")
+    quick = given.quick
+    total, repeats = (16 * MIB, 6) if quick else (64 * MIB, 12)
+    command = f"python -m tests.benchmarks.data_plane {'--quick ' if quick else ''}--only"
     pools = {size: RankPool(size) for size in (2, 4)}
-    rows = exchange_rows(pools[2], total, repeats)
-    rows += memory_rows(pools[2], 64 * MIB)
-    rows += planning_rows(pools[2], 4 if quick else 20)
-    rows += still_rows(pools[2], 40 if quick else 100, 2 if quick else 5)
-    rows += failure_rows(pools, 3 if quick else 10)
-    for pool in pools.values():
-        pool.stop()
-    load = os.getloadavg()[0]
-    print(f"\n{multiprocessing.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}, {total // MIB} MiB\n")
-    print("| what | measured: median (quartiles) | wanted | |\n| --- | --- | --- | --- |")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    rows: list[Row] = []
+    try:
+        if "exchange" in only:
+            rows += exchange_rows(pools[2], total, repeats, command)
+        if "memory" in only:
+            rows += memory_rows(pools[2], 64 * MIB, command)
+        if "planning" in only:
+            rows += planning_rows(pools[2], 4 if quick else 20, command)
+        if "still" in only:
+            rows += still_rows(pools[2], 40 if quick else 100, 3 if quick else 7, command)
+        if "failure" in only:
+            rows += failure_rows(pools, 3 if quick else 10, command)
+    finally:
+        for pool in pools.values():
+            pool.stop()
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -46,3 +47,17 @@ def test_a_choice_made_meanwhile_is_kept() -> None:
         gc.disable()
         gc.set_threshold(123, 4, 5)
     assert not gc.isenabled() and gc.get_threshold() == (123, 4, 5)
+
+
+def test_a_received_buffer_is_freed_with_its_samples_though_no_collection_runs() -> None:
+    buffer = Codec().frame([{"x": torch.arange(3)}, [torch.ones(2)]]).to_array()
+    gone = weakref.ref(buffer)
+    gc.disable()
+    try:
+        samples = Codec().decode(buffer)
+        del buffer
+        assert gone() is not None
+        del samples
+        assert gone() is None
+    finally:
+        gc.enable()
