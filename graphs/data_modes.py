@@ -147,9 +147,17 @@ class RowRounds:
     """A step source: each item is one round of this rank, a bin of documents for each row that the sampler chose.
 
     It says where it stands and goes there, so a run can be resumed, on as many data-parallel ranks.
+
+    Raises:
+        ValueError: there are fewer samples than a step takes.
     """
 
     def __init__(self, records: RecordFile, sampler: DistributedBatchSampler) -> None:
+        if sampler.total_samples < sampler.global_batch_size:
+            raise ValueError(
+                f"an epoch has no step: {sampler.total_samples} samples are fewer than one global batch of "
+                f"{sampler.global_batch_size}; accepted: at least that many"
+            )
         self.records = records
         self.sampler = sampler
         self.rounds_per_step = sampler.global_batch_size // sampler.global_micro_batch_size

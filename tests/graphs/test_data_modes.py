@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.data_modes import MODES, RowMetadata, RowRounds
+from graphs.data_modes import MODES, RowMetadata, RowRounds, split_records
 from graphs.pretrain import main, parse_arguments
 from graphs.text_records import RecordFile, open_or_pack
 from graphs.tokenizer import load_tokenizer
@@ -23,7 +23,9 @@ from tests.graphs.ranks import Ranks
 
 STEPS = 12
 EVERY = 3
-SIZES = ("--heads", "2", "--dtype", "float64", "--global-batch-size", "8", "--steps", str(STEPS))
+STEPS_OF_AN_EPOCH = 7
+BATCH = ("--global-batch-size", "16", "--local-batch-size", "2", "--eval-records", "150")
+SIZES = ("--heads", "2", "--dtype", "float64", "--steps", str(STEPS), *BATCH)
 AS_SAMPLED = "as sampled"
 Whole = dict[tuple[str, str], Run]
 
@@ -45,7 +47,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def test_as_sampled_every_mode_has_the_same_losses_bit_by_bit(whole: Whole) -> None:
     """Rows of the same documents in the same order, whatever read, split, packed and moved them."""
     losses = [whole[mode, AS_SAMPLED].losses() for mode in MODES]
-    assert len(losses[0]) == STEPS
+    assert len(losses[0]) == STEPS > STEPS_OF_AN_EPOCH
     assert all(other == losses[0] for other in losses[1:])
 
 
@@ -194,6 +196,8 @@ def records(text: Path) -> RecordFile:
 
 
 def test_the_index_says_what_reading_would_say(records: RecordFile) -> None:
+    training, _ = split_records(len(records), 150)
+    assert len(training) // 16 == STEPS_OF_AN_EPOCH
     known = records.row_metadata(256)
     measure = RowMetadata(256)
     for index in range(len(records)):
@@ -223,3 +227,8 @@ def test_a_step_source_goes_on_where_it_was_saved(records: RecordFile) -> None:
         again.load_state_dict(states[place])
         assert documents_of(again) == documents_of(rounds[place + 1 :])
     assert torch.equal(rounds[0][0][0]["input_ids"], next(iter(source()))[0][0]["input_ids"])
+
+
+def test_a_step_source_without_a_step_is_refused(records: RecordFile) -> None:
+    with pytest.raises(ValueError, match="3 samples are fewer than one global batch of 8"):
+        RowRounds(records, DistributedBatchSampler(3, 2, 8, 1, 2))
