@@ -44,8 +44,8 @@ __all__ = ["Codec", "CodecError", "Frame"]
 
 _CHUNK_SAMPLES = 1024
 # Samples that are taken apart together: enough to spread the cost of a chunk (some 100 µs), few enough that the objects
-# passed over several times stay in the processor's cache (all of 65,536 at once took twice as long a sample, and what is
-# put together of small tensors takes as much memory again).
+# passed over several times stay in the processor's cache (all of 65,536 at once took twice as long a sample) and that
+# what is put together of small tensors takes no memory that counts.
 
 
 class Frame:

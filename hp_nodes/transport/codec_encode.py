@@ -68,8 +68,8 @@ class ColumnEncoder:
         }
 
     def taken(self) -> list[Block]:
-        """The blocks. Nothing refers to them from here any more, nor to this encoder from itself: both are freed as soon
-        as they are dropped, though the cycle collector may pause.
+        """The blocks. Neither they nor this encoder are referred to from here any more: they are freed as soon as they
+        are dropped, though the cycle collector may pause.
         """
         blocks, self.blocks = self.blocks, []
         self._kinds.clear()
