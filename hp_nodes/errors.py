@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from hp_nodes.timing import exchange_begins, exchange_ended
 from hp_nodes.types import SampleKey
 
-__all__ = ["DataPlaneError", "exchanging", "failing_at", "note_location"]
+__all__ = ["DataPlaneError", "exchanging", "failing_at", "note_location", "some_of"]
 
 _LOCATION = "_hp_nodes_location"
+_NAMED = 16
+
+
+def some_of(ranks: Sequence[int]) -> str:
+    """Ranks for a message: all of them, or, of many, the first and how many more there are."""
+    if len(ranks) <= _NAMED:
+        return str(ranks)
+    return f"[{', '.join(str(rank) for rank in ranks[:_NAMED])} and {len(ranks) - _NAMED} more]"
 
 
 class DataPlaneError(RuntimeError):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import DataPlaneError, exchanging
+from hp_nodes.errors import DataPlaneError, exchanging, some_of
 from hp_nodes.nodes.external_step_reader import ExternalStepReader
 from hp_nodes.nodes.graph import all_nodes, read_state
 from hp_nodes.nodes.planner import Planner
@@ -247,7 +247,7 @@ class _WindowPull:
             ranks = self._transport.global_ranks
             apart_from_them, other = [ranks[place] for place in speaking[different]], ranks[leading[different[0]]]
             apart = DataPlaneError(
-                f"ranks {apart_from_them} have another plan than rank {other}",
+                f"ranks {some_of(apart_from_them)} have another plan than rank {other}",
                 rank=apart_from_them[0],
                 node=self._name,
             )

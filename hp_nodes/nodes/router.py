@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchdata.nodes import BaseNode
 
-from hp_nodes.errors import DataPlaneError, exchanging, failing_at
+from hp_nodes.errors import DataPlaneError, exchanging, failing_at, some_of
 from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.stage import Stage
@@ -164,7 +164,7 @@ class Router(Stage[Window]):
         if len(different):
             ranks = self.transport.global_ranks
             apart = DataPlaneError(
-                f"ranks {[ranks[place] for place in different]} have another plan than rank {ranks[0]}",
+                f"ranks {some_of([ranks[place] for place in different])} have another plan than rank {ranks[0]}",
                 rank=ranks[int(different[0])],
                 node=self.name,
             )

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from hp_nodes.errors import DataPlaneError
+from hp_nodes.errors import DataPlaneError, some_of
 from hp_nodes.transport.protocol import Transport
 
 __all__ = ["gather_texts", "raise_common"]
@@ -33,7 +33,7 @@ def raise_common(transport: Transport, error: DataPlaneError | None, where: str)
     common = DataPlaneError.from_bytes(texts[failed[0]])
     if len(failed) > 1:
         others = [transport.global_ranks[place] for place in failed[1:]]
-        common.message += f" (ranks {others} failed at the same point)"
+        common.message += f" (ranks {some_of(others)} failed at the same point)"
     common.agreed = True
     # The rank where it happened keeps its own exception as the cause, so that a debugger sees the frames.
     raise common from (error.__cause__ if error is not None and failed[0] == transport.rank else None)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 from torch.distributed import ProcessGroupGloo
 
-from hp_nodes.errors import DataPlaneError
+from hp_nodes.errors import DataPlaneError, some_of
 from hp_nodes.transport.protocol import Bytes, ConsumerClock
 from hp_nodes.transport.rendezvous import meet
 
@@ -226,7 +226,7 @@ class GroupTransport:
             # Nothing can follow. Ranks that do not wait for the one that was lost hear of it from our connections:
             # they close with the group and its last exchange.
             self._pending = self._group = work = None
-            raise _agreed(f"{where}: the exchange with ranks {self.global_ranks} broke: {error}") from error
+            raise _agreed(f"{where}: the exchange with ranks {some_of(self.global_ranks)} broke: {error}") from error
 
     def _check(self, where: str, start: float) -> None:
         if self._control_c:
@@ -240,12 +240,13 @@ class GroupTransport:
             missing = self._roll_call()
             if missing is None:
                 raise _agreed(
-                    f"{where}: some of ranks {self.global_ranks} did not arrive within {self.timeout_s} s; which ones "
-                    "cannot be told, because the store of torch.distributed does not answer: most likely the rank that "
-                    "holds it (rank 0, unless the launcher does) is stopped or gone"
+                    f"{where}: some of ranks {some_of(self.global_ranks)} did not arrive within {self.timeout_s} s; "
+                    "which ones cannot be told, because the store of torch.distributed does not answer: most likely "
+                    "the rank that holds it (rank 0, unless the launcher does) is stopped or gone"
                 )
             raise _agreed(
-                f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0] if missing else None
+                f"{where}: ranks {some_of(missing)} did not arrive within {self.timeout_s} s",
+                missing[0] if missing else None,
             )
 
     def _roll_call(self) -> list[int] | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hp_nodes.errors import DataPlaneError
+from hp_nodes.errors import DataPlaneError, some_of
 from hp_nodes.transport.protocol import Bytes, ConsumerClock
 
 __all__ = ["InProcessTransport", "VirtualMesh", "VirtualWorld", "run_ranks"]
@@ -149,7 +149,7 @@ class InProcessTransport:
             reasons = "; ".join(f"rank {rank} {why}" for rank, why in gone.items())
             raise self._error(f"{where}: {reasons}", min(gone))
         if self.clock.waited() - start > self.timeout_s:
-            raise self._error(f"{where}: ranks {missing} did not arrive within {self.timeout_s} s", missing[0])
+            raise self._error(f"{where}: ranks {some_of(missing)} did not arrive within {self.timeout_s} s", missing[0])
 
     def _error(self, message: str, rank: int | None = None) -> DataPlaneError:
         error = DataPlaneError(message, rank=rank)

@@ -14,7 +14,7 @@ from functools import cached_property, reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_nodes.errors import DataPlaneError
+from hp_nodes.errors import DataPlaneError, some_of
 from hp_nodes.transport.agreement import raise_common
 from hp_nodes.transport.opening_rows import RowFormat, row_dtype
 from hp_nodes.transport.protocol import Transport
@@ -185,7 +185,7 @@ def check_statuses(transport: Transport, statuses: NDArray[np.int64], error: Dat
     if (statuses == Status.CLOSED).any():
         closed = ranks[statuses == Status.CLOSED].tolist()
         raise _agreed(
-            f"rank {closed[0]} closed its loader because of an error of its own (closed: ranks {closed})",
+            f"rank {closed[0]} closed its loader because of an error of its own (closed: ranks {some_of(closed)})",
             closed[0],
             node,
         )
@@ -193,7 +193,9 @@ def check_statuses(transport: Transport, statuses: NDArray[np.int64], error: Dat
     if ended.any() and not ended.all():
         early, others = ranks[ended].tolist(), ranks[~ended].tolist()
         raise _agreed(
-            f"ranks {early} have no more data while ranks {others} have; all must have equally many", early[0], node
+            f"ranks {some_of(early)} have no more data while ranks {some_of(others)} have; all must have equally many",
+            early[0],
+            node,
         )
 
 

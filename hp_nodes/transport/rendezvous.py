@@ -11,6 +11,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
+from hp_nodes.errors import some_of
+
 __all__ = ["meet"]
 
 _RENDEZVOUS_POLL_S = 0.005
@@ -42,7 +44,7 @@ def meet(global_ranks: tuple[int, ...], place: int, timeout_s: float) -> Any:
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"not all of ranks {global_ranks} came to make their group within {timeout_s} s: {error}"
+            f"not all of ranks {some_of(global_ranks)} came to make their group within {timeout_s} s: {error}"
         ) from error
     with _made_lock:
         _made[members] = number + 1
@@ -66,7 +68,7 @@ def _name_to_all(store: Any, base: str, size: int, timeout_s: float) -> str:
                     store.set(f"{base}{found}/name", name)
                     answered[place] = found
         if answered and time.monotonic() > deadline:
-            raise RuntimeError(f"places {sorted(answered)} of {size} are missing")
+            raise RuntimeError(f"places {some_of(sorted(answered))} of {size} are missing")
         time.sleep(_RENDEZVOUS_POLL_S if answered else 0)
     return name
 

@@ -173,6 +173,17 @@ def test_one_error_on_many_ranks(ranks: int) -> None:
     assert "index 90" in failures[0][1]
 
 
+class Unreadable(Documents):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise OSError("the disk is gone")
+
+
+def test_an_error_of_many_ranks_names_some_of_them_and_says_how_many_there_are() -> None:
+    scene = Scene(dataset=Unreadable(40), micro=1, global_batch=40, window=1)
+    with pytest.raises(DataPlaneError, match=r"ranks \[1, 2, .*, 16 and 23 more\] failed at the same point"):
+        run_ranks({"dp": 40}, lambda mesh: walk(mesh, scene))
+
+
 @pytest.mark.parametrize("ranks", [7, 12])
 def test_all_ranks_leave_in_the_middle_of_a_step_and_come_back_to_its_beginning(ranks: int) -> None:
     scene = Scene(dataset=Documents(10 * ranks), micro=1, global_batch=5 * ranks, window=2, depth=2)
