@@ -67,7 +67,7 @@ def run(name: str, out: Path, arguments: list[str]) -> list[record.Row] | None:
     """Measure one benchmark and write its record; None when it failed."""
     with tempfile.TemporaryDirectory() as directory:
         written = Path(directory, "rows.json")
-        command = [sys.executable, "-m", "tests.benchmarks", "--record", str(written), name, *arguments]
+        command = [sys.executable, "-m", "tests.benchmarks", name, "--record", str(written), *arguments]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if status:
             print(f"{name} failed: exit status {status}\n", flush=True)

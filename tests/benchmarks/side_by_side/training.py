@@ -84,7 +84,7 @@ def train(options: Options) -> list[Row]:
     with Ranks() as ranks:
 
         def seconds(name: str) -> float:
-            told = ranks.call(train_steps, name, setting, steps)
+            told = ranks.call(train_steps, name, setting, steps, limit_s=500.0)
             millions = sum(rank["tokens"] for rank in told) / 1e6
             predicted[name].append(float(np.max([rank["predicted"] for rank in told], axis=0).sum() / millions))
             return float(max(rank["seconds"] for rank in told) / millions)
