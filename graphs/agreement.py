@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hp_nodes.errors import some_of
 from hp_nodes.transport import DataTopology, Transport
 from hp_nodes.transport.agreement import gather_texts
 
@@ -38,7 +39,9 @@ def agree(control: Transport, topology: DataTopology, mine: Offer) -> Offer:
         ValueError: a rank has a problem, or ranks differ.
     """
     text = json.dumps(dataclasses.asdict(mine)).encode()
-    told = [Offer(**json.loads(said)) for said in gather_texts(control, text, "construction")]
+    texts = gather_texts(control, text, "construction")
+    offers = {said: Offer(**json.loads(said)) for said in set(texts)}  # thousands of ranks say few different things
+    told = [offers[said] for said in texts]
     ranks = control.global_ranks
     found: dict[str, list[int]] = {}
     for rank, said in zip(ranks, told, strict=True):
@@ -53,20 +56,22 @@ def agree(control: Transport, topology: DataTopology, mine: Offer) -> Offer:
 
 def _differences(shared: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
     """Each value that ranks should share and do not, with what each has."""
-    names = sorted({name for values in shared.values() for name in values})
+    different = list({id(values): values for values in shared.values()}.values())
+    names = sorted({name for values in different for name in values})
     problems: dict[str, list[int]] = {}
     for name in names:
+        if len({json.dumps(values[name]) for values in different if name in values}) < 2:
+            continue
         seen: dict[str, list[int]] = {}
         for rank, values in shared.items():
             if name in values:
                 seen.setdefault(json.dumps(values[name]), []).append(rank)
-        if len(seen) > 1:
-            shown = ", ".join(f"{value} on ranks {who}" for value, who in seen.items())
-            problems[f"{name} differs: {shown}; accepted: the same on every rank"] = []
+        shown = ", ".join(f"{value} on ranks {some_of(who)}" for value, who in seen.items())
+        problems[f"{name} differs: {shown}; accepted: the same on every rank"] = []
     return problems
 
 
 def _with_ranks(problem: str, who: list[int], ranks: Sequence[int]) -> str:
     if len(who) == len(ranks) or not who:
         return problem
-    return f"rank {who[0]}: {problem}" if len(who) == 1 else f"ranks {who}: {problem}"
+    return f"rank {who[0]}: {problem}" if len(who) == 1 else f"ranks {some_of(who)}: {problem}"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphs import DistributedDatasetConfig, build_distributed_dataloader
 from hp_nodes import (
     Collator,
     DataPlaneError,
@@ -194,3 +195,17 @@ def test_all_ranks_leave_in_the_middle_of_a_step_and_come_back_to_its_beginning(
     assert {tuple(rank.positions) for rank in rest} == {(1,)}
     places = {position for rank in rest for position in rank.positions[1]}
     assert places == set(range(5 * ranks, 10 * ranks))
+
+
+def test_one_of_many_ranks_is_configured_differently() -> None:
+    dataset = Documents(40)
+
+    def of_rank(mesh: Any) -> None:
+        config = DistributedDatasetConfig(seq_len=64, local_batch_size=1, seed=1 if mesh.get_rank() == 5 else 0)
+        sampler = DistributedBatchSampler(len(dataset), 1, 40, mesh.get_rank(), 40)
+        build_distributed_dataloader(dataset, mesh, config, batch_sampler=sampler, metadata_fn=count_tokens)
+
+    with pytest.raises(
+        ValueError, match=r"config.seed differs: 0 on ranks \[0, 1, .* 16 and 23 more\], 1 on ranks \[5\]"
+    ):
+        run_ranks({"dp": 40}, of_rank)
