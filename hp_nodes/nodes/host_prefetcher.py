@@ -26,6 +26,7 @@ from hp_nodes.nodes.run_ahead import RunAhead, again, is_interruption
 from hp_nodes.nodes.skip_count import SkipCount, skip_limit
 from hp_nodes.nodes.stage import Edge, Stage
 from hp_nodes.transport import Transport
+from hp_nodes.transport.agreement import own_failure
 from hp_nodes.transport.handed_over import launched_by_consumer
 from hp_nodes.transport.opening import Status, check_statuses
 from hp_nodes.types import MicroBatch
@@ -199,19 +200,15 @@ class _WindowPull:
         except BaseException as failure:
             if (isinstance(failure, DataPlaneError) and failure.agreed) or is_interruption(failure):
                 raise
-            status, error = Status.ERROR, self._failure(failure, unit)
+            status, error = (
+                Status.ERROR,
+                own_failure(self._transport, failure, self._name, unit[-1][0] if unit else None),
+            )
         told = self._close(status, error, unit)
         if status is Status.END:
             raise StopIteration
         self._transport.mark("closed")
         return self.skipped.counted(unit, told, self._transport)
-
-    def _failure(self, failure: BaseException, unit: Unit) -> DataPlaneError:
-        rank = self._transport.global_ranks[self._transport.rank]
-        place = {"epoch": unit[-1][0].epoch, "step": unit[-1][0].step} if unit else {}
-        failed = DataPlaneError.of(failure, rank=rank, node=self._name, **place)
-        failed.__cause__ = failure
-        return failed
 
     def _close(self, status: Status, error: DataPlaneError | None, unit: Unit) -> NDArray[np.int64]:
         """Exchange closings; returns how many records each rank has skipped, by what its last report says."""

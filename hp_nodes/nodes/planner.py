@@ -23,7 +23,7 @@ from hp_nodes.nodes.stage import Stage
 from hp_nodes.planning import BalancingAlgorithm, PackingPlan, PackingProblem, plan_packing
 from hp_nodes.planning.wire import plan_from_bytes, plan_nbytes, plan_to_bytes
 from hp_nodes.transport import Transport
-from hp_nodes.transport.agreement import raise_common
+from hp_nodes.transport.agreement import own_failure, raise_common
 from hp_nodes.transport.opening import Gathered, Opening, Room, Status, open_window
 from hp_nodes.transport.opening_rows import row_dtype
 from hp_nodes.types import Assignment, BalanceReport, Window
@@ -147,14 +147,7 @@ class Planner(Stage[Window]):
         except BaseException as error:
             if (isinstance(error, DataPlaneError) and error.agreed) or is_interruption(error):
                 raise
-            failed = self._failure(error, window)
-            failed.__cause__ = error
-            return failed, None
-
-    def _failure(self, error: BaseException, window: Window | None) -> DataPlaneError:
-        rank = self.transport.global_ranks[self.transport.rank]
-        place = {} if window is None else {"epoch": window.epoch, "step": window.step}
-        return DataPlaneError.of(error, rank=rank, node=self.name, **place)
+            return own_failure(self.transport, error, self.name, window), None
 
     def _opening(self, window: Window) -> Opening:
         with failing_at(self.name, epoch=window.epoch, step=window.step):

@@ -24,6 +24,7 @@ from hp_nodes.nodes.planner import Planner
 from hp_nodes.nodes.run_ahead import is_interruption
 from hp_nodes.nodes.stage import Stage
 from hp_nodes.transport import Transport
+from hp_nodes.transport.agreement import own_failure
 from hp_nodes.transport.codec import Codec
 from hp_nodes.transport.opening import Status, check_statuses
 from hp_nodes.transport.payload import MAX_EXCHANGE_BYTES, Arrivals, Parcel, Payload, UnsendableSampleError
@@ -83,7 +84,7 @@ class Router(Stage[Window]):
         except BaseException as failure:
             if (isinstance(failure, DataPlaneError) and failure.agreed) or is_interruption(failure):
                 raise
-            status, error = Status.ERROR, self._failure(failure, window)
+            status, error = Status.ERROR, own_failure(self.transport, failure, self.name, window)
         located = exchanging(self.name) if window is None else exchanging(self.name, window.epoch, window.step)
         if self._planner is not None and self._planner.stays and not self._first:
             if error is not None:
@@ -106,13 +107,6 @@ class Router(Stage[Window]):
             keys, samples = _in_packing_order(window, share, self.transport.rank, arrived)
         report = self._reported(window, share, parcels, frame_sizes)
         return self.give(window.carried_out(keys, samples, report))
-
-    def _failure(self, error: BaseException, window: Window | None) -> DataPlaneError:
-        rank = self.transport.global_ranks[self.transport.rank]
-        place = {} if window is None else {"epoch": window.epoch, "step": window.step}
-        failed = DataPlaneError.of(error, rank=rank, node=self.name, **place)
-        failed.__cause__ = error
-        return failed
 
     def _parcels(self, window: Window) -> list[Parcel]:
         """Encode what leaves this rank; check one sample of the first window, so that what cannot travel is found."""

@@ -8,8 +8,24 @@ import numpy as np
 
 from hp_nodes.errors import DataPlaneError, some_of
 from hp_nodes.transport.protocol import Transport
+from hp_nodes.types import MicroBatch, Window
 
-__all__ = ["gather_texts", "raise_common"]
+__all__ = ["gather_texts", "own_failure", "raise_common"]
+
+
+def own_failure(
+    transport: Transport, error: BaseException, node: str, item: Window | MicroBatch | None
+) -> DataPlaneError:
+    """What this rank tells the others of ``error``, which was raised in ``node`` or below it.
+
+    Args:
+        item: that was worked on; None when there was none yet.
+    """
+    place = {} if item is None else {"epoch": item.epoch, "step": item.step}
+    failed = DataPlaneError.of(error, rank=transport.global_ranks[transport.rank], node=node, **place)
+    if failed is not error:
+        failed.__cause__ = error
+    return failed
 
 
 def gather_texts(transport: Transport, text: bytes, where: str) -> list[bytes]:

@@ -200,11 +200,11 @@ class ColumnDecoder:
         _, names, fields = node
         if len(set(names)) != len(names) or set(map(type, names)) != {str}:
             raise CodecError("malformed frame: the keys of a dict are not distinct text")
-        columns = self._rows(fields, len(names), rows)
         # Literals take a third of the time of dict(zip(...)), which is half of what a small sample takes.
-        if len(names) == 1:
+        if len(names) == 1 and fields[0] == "columns" and len(fields[1]) == 1:
             (a,) = names
-            return [{a: x} for (x,) in columns]
+            return [{a: x} for x in self._column(fields[1][0], rows)]
+        columns = self._rows(fields, len(names), rows)
         if len(names) == 2:
             a, b = names
             return [{a: x, b: y} for x, y in columns]

@@ -1,13 +1,11 @@
-"""What encoding and decoding cost: ``python tests/benchmarks/codec.py [--mebibytes 64] [--repeats 5]``.
+"""What encoding and decoding cost, against pickle and against a bare copy of the same bytes.
 
-One table: for samples of 1 KiB, 64 KiB and 1 MiB, the best of several runs of encoding (``frame`` and
-``write_into`` into a buffer that is there) and of decoding, in microseconds a sample and bytes per second, as
-shares of a bare copy of the same bytes and as multiples of what pickle takes for the same samples. All in one
-process and one run, with one torch thread.
+    python -m tests.benchmarks.codec [--quick]
 
-How to read it: at 1 KiB the microseconds a sample count (they are Python objects made and looked at); from 64 KiB
-on the share of a bare copy counts. It cannot reach 1 while the checksum is computed: that reads the payload once
-more.
+Samples of 1 KiB, 64 KiB and 1 MiB, encoded into a send buffer that is there and decoded as views; processor time of one
+process with one torch thread. How to read it: at 1 KiB the microseconds a sample count (they are Python objects made
+and looked at); from 64 KiB on the ratio to a bare copy counts. Of encoding 1 is the copy and the rest the checksum,
+which reads the payload once more; decoding copies nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ import numpy as np
 import torch
 
 from hp_nodes.transport.codec import Codec
+from hp_nodes.transport.send_buffer import SendBuffer
+from tests.benchmarks.record import Row, interleaved, run_alone
 
 KIB = 1024
 
@@ -43,52 +43,71 @@ def one_array(nbytes: int, count: int, generator: np.random.Generator) -> list[A
     return [{"x": np.full(nbytes // 4, i, np.float32)} for i in range(count)]
 
 
-def best_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """The shortest of several runs; results are dropped outside the measured time."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        best = min(best, time.perf_counter() - start)
-        del result
-    return best
+Figures = dict[str, list[float]]
 
 
-def measure(samples: list[Any], repeats: int) -> tuple[float, float, float, float, float, int]:
-    """Seconds of encoding, decoding, a bare copy, pickling and unpickling, and the frame's bytes."""
-    codec = Codec()
+def _microseconds(samples: list[Any], repeats: int) -> Figures:
+    """Processor time a sample of each way, in each repeat; the first, which warms up, is dropped."""
+    codec, outbox = Codec(), SendBuffer()
     buffer = codec.frame(samples).to_array()
-    target = np.empty_like(buffer)
-    target[:] = 0
-    copied = best_seconds(lambda: np.copyto(target, buffer), repeats)
-    encoded = best_seconds(lambda: codec.frame(samples).write_into(target), repeats)
-    decoded = best_seconds(lambda: codec.decode(target), repeats)
-    pickled = best_seconds(lambda: pickle.dumps(samples, pickle.HIGHEST_PROTOCOL), min(repeats, 2))
+    target = np.zeros_like(buffer)
     text = pickle.dumps(samples, pickle.HIGHEST_PROTOCOL)
-    unpickled = best_seconds(lambda: pickle.loads(text), min(repeats, 2))
-    return encoded, decoded, copied, pickled, unpickled, buffer.size
+
+    def encode() -> Any:
+        outbox.clear()
+        return codec.encode(samples, outbox)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "encode": encode,
+        "decode": lambda: codec.decode(buffer),
+        "copy": lambda: np.copyto(target, buffer),
+        "pickle": lambda: pickle.dumps(samples, pickle.HIGHEST_PROTOCOL),
+        "unpickle": lambda: pickle.loads(text),
+    }
+    figures = interleaved({name: _timed(way, len(samples)) for name, way in ways.items()}, repeats + 1)
+    return {name: values[1:] for name, values in figures.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mebibytes", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+def _timed(call: Callable[[], Any], samples: int) -> Callable[[], float]:
+    def timed() -> float:
+        start = time.process_time()
+        result = call()
+        seconds = time.process_time() - start
+        del result  # outside the measured time
+        return 1e6 * seconds / samples
+
+    return timed
+
+
+def measure(arguments: list[str]) -> list[Row]:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.codec")
+    parser.add_argument("--quick", action="store_true", help="8 MiB instead of 64: 5 seconds instead of a minute")
+    quick = parser.parse_args(arguments).quick
+    total, repeats = (8 * KIB * KIB, 3) if quick else (64 * KIB * KIB, 5)
+    command = "python -m tests.benchmarks.codec" + (" --quick" if quick else "")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    generator = np.random.default_rng(0)
-    total = arguments.mebibytes * KIB * KIB
-    print(f"{arguments.mebibytes} MiB; copy: share of a bare copy's speed; pickle: times faster than pickle")
-    print(f"{'samples':24} {'':6} {'µs/sample':>10} {'GB/s':>7} {'copy':>6} {'pickle':>7}")
+    generator, rows = np.random.default_rng(0), []
     for nbytes in (KIB, 64 * KIB, KIB * KIB):
         for make in (two_fields, one_tensor, one_array):
-            samples = make(nbytes, total // nbytes, generator)
-            encoded, decoded, copied, pickled, unpickled, size = measure(samples, arguments.repeats)
-            for name, seconds, other in (("encode", encoded, pickled), ("decode", decoded, unpickled)):
-                label = f"{nbytes // KIB} KiB {make.__name__}"
-                each = seconds / len(samples) * 1e6
-                share = f"{copied / seconds:6.2f} {other / seconds:7.1f}"
-                print(f"{label:24} {name:6} {each:10.3f} {size / seconds / 1e9:7.2f} {share}")
+            found = _microseconds(make(nbytes, total // nbytes, generator), repeats)
+            what = f"{nbytes // KIB} KiB, {make.__name__.replace('_', ' ')}"
+            pairs = [("encode", "pickle"), ("decode", "unpickle")]
+            pairs += [] if nbytes == KIB else [("encode", "copy"), ("decode", "copy")]
+            for way, other in pairs:
+                rows.append(
+                    Row.of(
+                        f"{way} a sample of {what}",
+                        "µs",
+                        found[way],
+                        baseline=other,
+                        baseline_values=found[other],
+                        command=command,
+                    )
+                )
+    torch.set_num_threads(threads)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(measure)
