@@ -216,6 +216,7 @@ class Planner(Stage[Window]):
                 local_batch_size=self.local_batch_size,
                 seq_len=self.seq_len,
                 keys=keys,
+                key_names=("position", "part"),
                 budgets=budgets,
                 budget_limits=self.packing_budgets if names else None,
                 initial_loads=None if carried is None else carried[2],

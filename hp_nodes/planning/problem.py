@@ -35,6 +35,7 @@ class PackingProblem:
         data_parallel_size, num_rounds, local_batch_size, seq_len: ints of at least 1.
         keys: int64[N] or int64[N, 1 to 3], unique, compared column by column. With them the plan does not depend on
             the order of the samples; without them a sample's place in the arrays is its key.
+        key_names: what errors call each column of ``keys``.
         sizes: int64[N], bytes of each sample, at least 0. Default: as many as it has tokens.
         budgets: float64[N, K], what each sample takes of K budgets of a bin; finite and at least 0.
         budget_limits: float64[K], or by name; a bin holds up to this much, the limit included. Sums of floats are
@@ -58,6 +59,7 @@ class PackingProblem:
     local_batch_size: int
     seq_len: int
     keys: NDArray[np.int64] | None
+    key_names: tuple[str, ...]
     sizes: NDArray[np.int64] | None
     budgets: NDArray[np.float64] | None
     budget_limits: NDArray[np.float64] | None
@@ -79,6 +81,7 @@ class PackingProblem:
         local_batch_size: int,
         seq_len: int,
         keys: ArrayLike | None = None,
+        key_names: Sequence[str] = (),
         sizes: ArrayLike | None = None,
         budgets: ArrayLike | None = None,
         budget_limits: ArrayLike | Mapping[str, float] | None = None,
@@ -100,6 +103,7 @@ class PackingProblem:
         put("tokens", _integers("tokens", tokens))
         count = len(self.tokens)
         put("keys", None if keys is None else _keys(keys, count))
+        put("key_names", tuple(key_names))
         put("costs", _numbers("costs", costs, (count,)))
         put("sizes", None if sizes is None else _integers("sizes", sizes, count))
         put("initial_loads", _optional("initial_loads", initial_loads, (self.data_parallel_size,)))
@@ -135,6 +139,10 @@ class PackingProblem:
         if self.keys is None:
             return f"sample at place {sample}"
         key = self.keys[sample]
+        if len(self.key_names) == key.size:
+            return (
+                f"sample ({', '.join(f'{name} {int(part)}' for name, part in zip(self.key_names, key, strict=True))})"
+            )
         return f"sample {int(key)}" if key.ndim == 0 else f"sample {tuple(int(part) for part in key)}"
 
     def names(self, samples: Sequence[int] | NDArray[np.intp]) -> str:

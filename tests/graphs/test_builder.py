@@ -341,7 +341,7 @@ def test_oversized_is_an_error_on_every_rank(rank: int) -> None:
 
     texts = run_ranks({"dp": 2}, run)
     assert texts[0].split("\n")[0] == texts[1].split("\n")[0]
-    for text in ("12", "10", "Planner", f"({1 + rank}, 0)"):
+    for text in ("12", "10", "Planner", f"sample (position {1 + rank}, part 0)"):
         assert text in texts[0]
 
 

@@ -171,7 +171,7 @@ def test_a_record_that_exceeds_a_budget_is_an_error_that_names_both() -> None:
     assert texts[0] == texts[1]
     first = next(place for place, index in enumerate(chosen(0)) if len(Texts().lengths[index]) == 3)
     assert "puts 3.0 of budget 'documents', its limit is 2.0" in texts[0]
-    assert f"({first}, 0), sample ({first}, 1), sample ({first}, 2)" in texts[0]
+    assert ", ".join(f"sample (position {first}, part {part})" for part in range(3)) in texts[0]
 
 
 def test_pad_token_id_is_what_rows_end_with_and_what_records_lose_at_their_end() -> None:

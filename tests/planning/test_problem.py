@@ -75,6 +75,8 @@ def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None
 
 
 def test_a_key_of_several_columns_names_samples_and_orders_them() -> None:
+    with pytest.raises(ValueError, match=r"sample \(epoch 0, position 8, part 1\) has 0"):
+        build(tokens=[4, 0, 5], keys=[[0, 7, 0], [0, 8, 1], [0, 9, 0]], key_names=["epoch", "position", "part"])
     with pytest.raises(ValueError, match=r"sample \(0, 8, 1\) has 0"):
         build(tokens=[4, 0, 6], keys=[[0, 8, 0], [0, 8, 1], [1, 2, 0]])
     forward = build(keys=[[0, 8, 0], [0, 8, 1], [1, 2, 0]], reference=None)
