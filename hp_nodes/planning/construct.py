@@ -117,9 +117,12 @@ class _Construction:
             units = fits.nonzero()[0]
             return np.asarray(units[(-self.need[units]).argsort(kind="stable")[:wave]])
         sparse = self.need[units] / -np.maximum(self.share[units], self.least_share)
-        order = sparse.argsort(kind="stable")
-        alike = int(sparse[order].searchsorted(ALIKE * sparse[order[0]], side="right"))
-        return np.asarray(units[order[: max(min(alike, similar), wave)]])
+        near = (sparse <= ALIKE * sparse.min()).nonzero()[0]
+        if len(near) >= wave:  # only these can be chosen, and sorting them is quicker
+            order = near[sparse[near].argsort(kind="stable")]
+        else:
+            order = sparse.argsort(kind="stable")
+        return np.asarray(units[order[: max(min(len(near), similar), wave)]])
 
     def _place(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> NDArray[np.intp]:
         """One sample to each unit; returns those that must wait."""

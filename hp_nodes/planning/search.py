@@ -45,7 +45,7 @@ LEARNT = 3
 MOST_TRIED = 6
 RENUMBERED = 4
 """Ranks are numbered again after identical samples changed places, in windows of up to 1024 samples."""
-FAR = 0.008
+FAR = 0.004
 """In large windows, a packing this close to the bound is not built again to other levels."""
 HEIGHTS = (1.0, 0.9)
 """Parts of what a round could carry at most, in further guesses."""
