@@ -98,8 +98,13 @@ class ExternalStepReader(Stage[Window]):
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        rounds = self.transport.size * self.rounds_per_step
-        return {"global_batch_size": self.local_batch_size * rounds, "rounds_per_step": self.rounds_per_step}
+        size = self._bins_of_a_round * self.rounds_per_step
+        return {"global_batch_size": size, "rounds_per_step": self.rounds_per_step}
+
+    @property
+    def _bins_of_a_round(self) -> int:
+        """Over all data ranks, as a sampler counts too."""
+        return self.local_batch_size * self.transport.size
 
     # ---- state
 
@@ -109,12 +114,12 @@ class ExternalStepReader(Stage[Window]):
         self._ended = self._running = False
         if entry is not None:
             self._epoch = int(entry[self.EPOCH_KEY])
-            self._rounds, rest = divmod(int(entry[self.CONSUMED_KEY]), self.local_batch_size)
+            self._rounds, rest = divmod(int(entry[self.CONSUMED_KEY]), self._bins_of_a_round)
             self._finished = bool(entry[self.FINISHED_KEY])
             if rest or self._rounds < 0:
                 raise ValueError(
                     f"{self.name}: the state has consumed {entry[self.CONSUMED_KEY]} bins, no whole number of rounds "
-                    f"of {self.local_batch_size}"
+                    f"of {self._bins_of_a_round}"
                 )
             # Restored at its end, an epoch has nothing left, and what is asked for next is the next epoch.
             self._next_epoch_first = self._finished
@@ -127,7 +132,7 @@ class ExternalStepReader(Stage[Window]):
     def own_state(self) -> dict[str, Any]:
         return {
             self.EPOCH_KEY: self._epoch,
-            self.CONSUMED_KEY: self._rounds * self.local_batch_size,
+            self.CONSUMED_KEY: self._rounds * self._bins_of_a_round,
             self.FINISHED_KEY: self._finished,
         }
 

@@ -15,9 +15,11 @@ import torch
 
 from graphs.data_modes import MODES, RowMetadata, RowRounds, split_records
 from graphs.pretrain import main, parse_arguments
+from graphs.saved_state import position_of, read_checkpoint, upcoming
 from graphs.text_records import RecordFile, open_or_pack
 from graphs.tokenizer import load_tokenizer
 from hp_nodes.samplers import DistributedBatchSampler
+from hp_nodes.state import LoaderState
 from tests.graphs.pretrain_scene import Run, run_all
 from tests.graphs.ranks import Ranks
 
@@ -97,6 +99,22 @@ def test_killed_and_resumed_in_each_mode_has_the_same_losses_bit_by_bit(killed: 
     run_all(list(killed.values()))
     for mode, run in killed.items():
         assert run.losses() == whole[mode, "balanced"].losses(), mode
+
+
+def test_a_checkpoint_says_where_its_run_stands_in_each_mode(killed: dict[str, Run]) -> None:
+    coming = {}
+    for mode, run in killed.items():
+        for checkpoint in (run.directory / "checkpoints").glob("step_*[0-9]"):
+            leaves = read_checkpoint(checkpoint)["values.loader"]
+            assert len(leaves) == (2 if mode == "external" else 1)
+            for text in leaves.values():
+                state = LoaderState.from_text(text)
+                position = position_of(state)
+                assert position is not None and position.step is not None
+                step = int(checkpoint.name.removeprefix("step_"))
+                assert position.epoch * STEPS_OF_AN_EPOCH + position.step == step
+                following = upcoming(state, 2, micro_batch_size=2)
+                assert coming.setdefault(step, following) == following  # the same records, in every mode
 
 
 def refused(programs: list[list[str]]) -> None:
