@@ -118,10 +118,8 @@ class _Construction:
             return np.asarray(units[(-self.need[units]).argsort(kind="stable")[:wave]])
         sparse = self.need[units] / -np.maximum(self.share[units], self.least_share)
         near = (sparse <= ALIKE * sparse.min()).nonzero()[0]
-        if len(near) >= wave:  # only these can be chosen, and sorting them is quicker
-            order = near[sparse[near].argsort(kind="stable")]
-        else:
-            order = sparse.argsort(kind="stable")
+        # Where these are enough, only they can be chosen, and sorting them is quicker.
+        order = near[sparse[near].argsort(kind="stable")] if len(near) >= wave else sparse.argsort(kind="stable")
         return np.asarray(units[order[: max(min(len(near), similar), wave)]])
 
     def _place(self, batch: NDArray[np.intp], units: NDArray[np.intp]) -> NDArray[np.intp]:

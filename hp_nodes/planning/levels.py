@@ -106,7 +106,8 @@ def _filled(floor: list[float], level: float, reach: list[float], ranks: int) ->
     """What rounds carry that are at least ``level`` high."""
     filled = 0.0
     for height, most in zip(floor, reach, strict=True):
-        filled = max(filled, min(filled + ranks * max(height, level), most))
+        more = filled + ranks * (height if height > level else level)
+        filled = max(filled, more if more < most else most)
     return filled
 
 
