@@ -118,7 +118,8 @@ class InProcessTransport:
             meeting.sequence[self.rank] += 1
             arrived = meeting.arrived.setdefault(turn, {})
             arrived[self.rank] = (where, value)
-            meeting.condition.notify_all()
+            if len(arrived) == self.size:  # sooner there is nothing to see, and waking hundreds of threads takes long
+                meeting.condition.notify_all()
             while len(arrived) < self.size:
                 self._check(arrived, where, start)
                 meeting.condition.wait(_POLL_S)
