@@ -23,7 +23,7 @@ from hp_nodes.state import LoaderState
 from tests.graphs.pretrain_scene import Run, run_all
 from tests.graphs.ranks import Ranks
 
-STEPS = 12
+STEPS = 9
 EVERY = 3
 STEPS_OF_AN_EPOCH = 7
 BATCH = ("--global-batch-size", "16", "--local-batch-size", "2", "--eval-records", "150")
