@@ -18,23 +18,25 @@ __all__ = ["best_exchanges", "kernel", "place_waves", "seat"]
 
 
 @cache
-def _compiler() -> Callable[..., Any] | None:
-    try:
-        numba: Any = import_module("numba")
-    except ImportError:  # not installed, or not for this version of numpy
-        return None
-    compiler: Callable[..., Any] = numba.njit(cache=True, nogil=True)
-    return compiler
-
-
-@cache
 def kernel(loop: Callable[..., Any]) -> Callable[..., Any] | None:
     """``loop`` compiled, or None without numba."""
     compiler = _compiler()
     if compiler is None:
         return None
-    compiled: Callable[..., Any] = compiler(loop)
+    compiled: Callable[..., Any]
+    try:
+        compiled = compiler(cache=True, nogil=True)(loop)
+    except RuntimeError:  # no directory can be written to: compiled again by each process
+        compiled = compiler(nogil=True)(loop)
     return compiled
+
+
+def _compiler() -> Callable[..., Any] | None:
+    try:
+        njit: Callable[..., Any] = import_module("numba").njit
+    except ImportError:  # not installed, or not for this version of numpy
+        return None
+    return njit
 
 
 def best_exchanges(

@@ -18,8 +18,8 @@ from hp_nodes.planning.repair import repair
 
 __all__ = ["fit"]
 
-MOST_BITS = 1 << 32
-"""Least slack is tried up to this many bits of sums over all bins: about a tenth of a second each time."""
+MOST_BITS = 1 << 34
+"""Least slack is tried up to this many bits of sums over all bins: about half a second each time."""
 ATTEMPTS = 16
 BUDGET_TRIES = 8
 

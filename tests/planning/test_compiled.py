@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hp_nodes.planning import PackingProblem, plan_packing
+from hp_nodes.planning import PackingProblem, compiled, plan_packing
 from tests.benchmarks.instances import SHAPES, problem
 from tests.planning.uncompiled import uncompiled
 from tests.planning.windows import windows
@@ -23,9 +25,9 @@ law = settings(max_examples=30, deadline=None, suppress_health_check=list(Health
 @given(windows(most_ranks=24), st.sampled_from(OBJECTIVES))
 def test_compiled_equals_uncompiled(window: PackingProblem, objective: str) -> None:
     pytest.importorskip("numba")
-    compiled = _plan(window, objective)
+    found = _plan(window, objective)
     with uncompiled():
-        assert _plan(window, objective) == compiled
+        assert _plan(window, objective) == found
 
 
 def _plan(window: PackingProblem, objective: str) -> list[int] | str:
@@ -40,9 +42,9 @@ def _plan(window: PackingProblem, objective: str) -> list[int] | str:
 def test_compiled_equals_uncompiled_on_real_lengths(shape: str, slots: int) -> None:
     pytest.importorskip("numba")
     window = problem("python", shape, 0.9, 64, 4, slots, cost="square")
-    compiled = plan_packing(window).bins.tolist()
+    found = plan_packing(window).bins.tolist()
     with uncompiled():
-        assert plan_packing(window).bins.tolist() == compiled
+        assert plan_packing(window).bins.tolist() == found
 
 
 def test_a_numba_that_cannot_be_imported_is_as_good_as_none(tmp_path: Path) -> None:
@@ -55,3 +57,20 @@ def test_a_numba_that_cannot_be_imported_is_as_good_as_none(tmp_path: Path) -> N
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert run.stdout == "[0, 1]\n", run.stderr
+
+
+def test_where_compiled_code_cannot_be_kept_it_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = pytest.importorskip("numba")
+
+    def njit(**options: Any) -> Callable[[Any], Any]:
+        if options.pop("cache", False):
+            raise RuntimeError("cannot cache function: no locator available")
+        return cast(Callable[[Any], Any], numba.njit(**options))
+
+    window = problem("azure", "wide", 0.9, 16, 2)
+    with uncompiled():
+        plain = plan_packing(window).bins.tolist()
+    monkeypatch.setattr(compiled, "_compiler", lambda: njit)
+    compiled.kernel.cache_clear()
+    assert plan_packing(window).bins.tolist() == plain
+    compiled.kernel.cache_clear()
