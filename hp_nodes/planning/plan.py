@@ -32,6 +32,7 @@ def plan_packing(
     A pure function of its arguments: the same plan on every machine and, with keys, for every order of the samples.
     With a reference, a plan is used only when its relative gain is strictly greater than ``min_balance_gain``;
     otherwise ``bins`` equals the reference. A reference with an empty bin cannot be used, so there the plan always is.
+    With any other, the plan is not worse by 0.01 % or more than planning one round after the other.
 
     Args:
         objective: ``"lockstep"``, ``"makespan"`` or ``"balance"``; ignored with an algorithm of one's own.
