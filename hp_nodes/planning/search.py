@@ -37,9 +37,14 @@ TOGETHER = (1.2, 1.5)
 NEAR = 0.002
 """A small window's plan this close to the bound is not disturbed."""
 KICKS = 12
-KICKED = Effort(sweeps=5, exchanges=20_000, thorough=4)
+KICKED = Effort(sweeps=3, exchanges=3_000, thorough=2)
+"""How often a small window's plan is disturbed, and how hard it is improved after each time."""
+IN_VAIN = 5
+"""Disturbances in a row that brought nothing before no more are tried."""
 LONG = Effort(sweeps=100, exchanges=40_000, thorough=90, worthwhile=0.05, patience=20)
 """How hard to search when all levels are known."""
+BRISK = Effort(sweeps=30, exchanges=6_000, thorough=25, worthwhile=0.05, patience=3)
+"""The same in small windows: a sweep takes as long as its array operations, however few exchanges it weighs."""
 LEARNT = 3
 """Times that levels are learnt anew from a packing."""
 MOST_TRIED = 6
@@ -92,21 +97,24 @@ def search(instance: Instance, bound: Bound, objective: str) -> NDArray[np.int32
 def levelled(instance: Instance, bound: Bound, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """``bins`` brought closer to the bound of ``lockstep``: a longer search, for where the bound can be reached."""
     target = _enough(instance, bound, "lockstep")
-    return level_off(Packing(instance, bins.copy()), goals(bound.floor, target), target, LONG)
+    effort = BRISK if _small(instance) else LONG
+    return level_off(Packing(instance, bins.copy()), goals(bound.floor, target), target, effort)
 
 
 def _kicked(instance: Instance, best: _Candidate, target: float, objective: str) -> _Candidate:
     """Iterated local search (Lourenço, Martin and Stützle 2003): disturb the plan, improve it, keep it if no worse."""
     # The legacy generator: its stream is the same in every version of numpy.
     random = np.random.RandomState(0)
+    in_vain = 0
     for _ in range(KICKS):
-        if best.value <= target:
+        if best.value <= target or in_vain == IN_VAIN:
             break
         packing = Packing(instance, best.bins.copy())
         if not disturb(packing, random):
             break
         improve(packing, target, KICKED)
         value = _value(instance, packing.bins, objective)
+        in_vain = 0 if value < best.value else in_vain + 1
         if value <= best.value:
             best = _Candidate(value, packing.bins)
     return best
