@@ -71,7 +71,7 @@ def _sweeps(packing: Packing, target: float, effort: Effort, goals: NDArray[np.i
     instance = packing.instance
     if instance.units < 2:
         return
-    idle = 0
+    idle, exhausted = 0, False
     far: list[float] = []
     for sweep in range(effort.sweeps):
         slack = _slack(packing, goals)
@@ -83,7 +83,8 @@ def _sweeps(packing: Packing, target: float, effort: Effort, goals: NDArray[np.i
         if earlier is not None and earlier - far[-1] < effort.worthwhile * earlier:
             return
         packing.index()
-        sets = ExchangeSets(packing, thorough=sweep >= effort.sweeps - effort.thorough)
+        thorough = exhausted or sweep >= effort.sweeps - effort.thorough
+        sets = ExchangeSets(packing, thorough=thorough)
         # With goals, only what is above them needs to give: few, soon, so each can look at more partners.
         above = len(slack.order)
         if goals is not None:
@@ -91,9 +92,16 @@ def _sweeps(packing: Packing, target: float, effort: Effort, goals: NDArray[np.i
         elif instance.rounds == 1:
             above = int((packing.load > target).sum())
         giving, taking = _pairs(slack.order, above, effort.exchanges // (sets.num * sets.num), sweep)
-        idle = 0 if _sweep(packing, sets, slack.excess, giving, taking, sweep) else idle + 1
+        if _sweep(packing, sets, slack.excess, giving, taking, sweep):
+            idle = 0
+            continue
+        idle += 1
         if idle >= (IDLE if instance.rounds > 1 and goals is None else 4 * IDLE):
             return
+        if _all_weighed(instance.slots, len(slack.order), taking):
+            if thorough:
+                return
+            exhausted = True
     yield _slack(packing, goals).level_sum
 
 
@@ -151,6 +159,11 @@ def _pairs(order: NDArray[np.intp], above: int, most: int, sweep: int) -> tuple[
     turn = sweep * max(len(pool) // 7, 1)
     place = np.arange(len(giving))[:, None] + np.arange(partners)[None, :] * stride + turn
     return giving, pool[place % len(pool)]
+
+
+def _all_weighed(slots: int, units: int, taking: NDArray[np.intp]) -> bool:
+    """Whether the next sweep would weigh the same pairs of bins again."""
+    return slots == 1 and units <= FEW_UNITS and taking.shape[1] >= units
 
 
 def _sweep(
