@@ -28,7 +28,7 @@ _ADVICE = {
     "SampleReader": "reading takes this long: give it reader workers (num_workers), or more of them",
     "Splitter": "its function is slow: make it cheaper, or do its work in the dataset, where reader workers run it",
     "MetadataDeriver": "its function is slow: make it cheaper, or precompute the metadata",
-    "Planner": "planning takes this long: the extra 'fast' compiles it, and one large window takes less than several small",
+    "Planner": "planning takes this long: the extra 'fast' compiles it; one large window takes less than several small",
     "Packer": "its function is slow: make it cheaper, or do its work in the dataset, where reader workers run it",
     "Collator": "its function is slow: make it cheaper, or do its work in the dataset, where reader workers run it",
 }
