@@ -66,6 +66,23 @@ class SlowDocuments(Documents):
         return super().__getitem__(index)
 
 
+def test_a_rank_that_is_only_just_starting_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has no identity yet cannot be interrupted."""
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        if thread.name != "rank 1":
+            return start(thread)
+        threading.Timer(0.1, start, (thread,)).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks({"dp": 2}, computing)
+    time.sleep(0.5)
+    assert rank_threads() == []
+
+
 def one_rank(**changes: Any) -> Any:
     """The graph of a single rank, to be looked at on the main thread."""
     return run_ranks({"dp": 1}, lambda mesh: Scene(**changes).graph(mesh))[0]

@@ -242,9 +242,12 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
     failures: list[BaseException] = []
     # Not Thread.join, which takes an interrupted thread for one that has ended (Python 3.11).
     ended = [threading.Event() for _ in range(world.size)]
+    interrupted = threading.Event()
 
     def body(rank: int) -> None:
         try:
+            if interrupted.is_set():  # it had no identity yet when the others were told
+                raise KeyboardInterrupt
             results[rank] = fn(VirtualMesh(world, shape, rank))
             world.depart(rank, "has finished its part of run_ranks")
         except BaseException as error:
@@ -264,6 +267,7 @@ def run_ranks(shape: Mapping[str, int], fn: Callable[[Any], R]) -> list[R]:
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:
+        interrupted.set()
         for rank in range(world.size):
             world.depart(rank, "was interrupted")
         _interrupt(threads, ended)
