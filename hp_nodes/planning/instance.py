@@ -94,6 +94,11 @@ class Instance:
         share = self.costs / max(int(self.costs.sum()), 1) + self.tokens / max(int(self.tokens.sum()), 1)
         return np.argsort(-share, kind="stable")
 
+    @cached_property
+    def fills_all_bins(self) -> bool:
+        """Whether there is a reference, and it is a plan: no bin of it is empty."""
+        return self.reference is not None and bool(np.bincount(self.reference, minlength=self.num_bins).all())
+
     def in_one_round(self) -> Instance:
         """The same bins when only a rank's total counts: one long micro-batch a rank."""
         return replace(self, rounds=1, slots=self.rounds * self.slots)

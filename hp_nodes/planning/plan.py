@@ -56,10 +56,9 @@ def plan_packing(
     else:
         found = _found(problem, instance, judge, objective)
     reference = instance.reference
-    usable = _usable(instance)
     before = None if reference is None else judge(reference)
     gain = None if before is None else relative_gain(before, judge(found))
-    accepted = gain is None or gain > gate or not usable
+    accepted = gain is None or gain > gate or not instance.fills_all_bins
     used = found if accepted or reference is None else reference
     bins = instance.in_order_given(used)
     return PackingPlan(
@@ -75,29 +74,25 @@ def _found(problem: PackingProblem, instance: Instance, judge: _Judge, objective
     if packed is None:
         raise ValueError(explain_infeasible(problem))
     packed = arranged(instance, packed, objective)
-    if instance.rounds == 1 or not _usable(instance):
+    if instance.rounds == 1 or not instance.fills_all_bins:
         return packed
+    value = judge(packed)
     bounds: list[float] = []
     if objective == "lockstep":
-        if judge(packed) <= bound_alone(instance) / instance.scale * (1 + CLOSE):
+        if value <= bound_alone(instance) / instance.scale * (1 + CLOSE):
             return packed
         bounds = bounds_alone(problem)
-        if judge(packed) <= sum(bounds) * (1 + CLOSE):
+        if value <= sum(bounds) * (1 + CLOSE):
             return packed
         packed = arranged(instance, levelled(judge.view, judge.ints, packed), objective)
+        value = judge(packed)
     close = CLOSE**2 if objective == "balance" else max(judge.bound()[0], sum(bounds)) * (1 + CLOSE)
-    if judge(packed) <= close:
+    if value <= close:
         return packed
-    alone = plan_alone(problem, objective, plan_packing, judge(packed), bounds)
+    alone = plan_alone(problem, objective, plan_packing, value, bounds)
     if alone is None:
         return packed
     return min(packed, arranged(instance, instance.canonical(alone), objective), key=judge)
-
-
-def _usable(instance: Instance) -> bool:
-    """Whether the reference is a plan: no bin is empty."""
-    reference = instance.reference
-    return reference is not None and bool(np.bincount(reference, minlength=instance.num_bins).all())
 
 
 class _Judge:

@@ -1,8 +1,7 @@
 """The search for a plan: build, repair, improve, arrange.
 
 1. Candidates: a packing built from nothing (its levels learnt anew from each attempt), and whole reference bins in
-other
-   places. The second always exists, so no search ends without a plan because one sample found no bin.
+   other places. The second always exists, so no search ends without a plan because one sample found no bin.
 2. The best of them is improved by exchanges.
 3. Ranks and rounds are numbered so that fewest bytes move.
 """
@@ -168,7 +167,7 @@ def _guesses(instance: Instance, bound: Bound) -> Iterator[NDArray[np.float64]]:
 def _exchanged(instance: Instance, bound: Bound, objective: str) -> list[_Candidate]:
     """Whole reference bins, heaviest first, each to the lightest micro-batch with a free slot; then exchanged."""
     reference = instance.reference
-    if reference is None or (np.bincount(reference, minlength=instance.num_bins) == 0).any():
+    if reference is None or not instance.fills_all_bins:
         return []
     bins = reference
     if instance.slots > 1 and instance.units > 1:
